@@ -9,7 +9,6 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     StrictInt,
     StrictStr,
@@ -43,48 +42,32 @@ def bounded(name: str) -> str:
 
 
 Name = Annotated[StrictStr, AfterValidator(bounded)]
+# strict: true would be 1, and "0.5" a number
+Share = Annotated[float, Field(ge=0, le=1, strict=True)]
+NumLayers = Annotated[int, Field(ge=1, le=MAX_LAYERS, strict=True)]
 
 
-class ChunkIn(BaseModel):
+class ChunkIn(BaseModel, extra="ignore"):
     """A retrieved chunk. `id` is only shown back."""
 
     # passages of /rag/v1/retrieve may be sent as they are, with score and title
-    model_config = ConfigDict(extra="ignore")
     text: str
     id: Name | StrictInt | None = None
 
 
-class ReuseIn(BaseModel):
+class ReuseIn(BaseModel, extra="forbid", allow_inf_nan=False):
     """What a request may ask of moved KV; what is left out is the server's default."""
 
-    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
     mode: Literal["exact", "fused"]
     selector: str | None = None
-    # strict, here and below: true would be 1, and "0.5" a number
-    ratio: Annotated[float, Field(ge=0, le=1, strict=True)] | Literal["auto"] | None = None
-    quality: float | None = Field(default=None, ge=0, le=1, strict=True)
+    ratio: Share | Literal["auto"] | None = None
+    quality: Share | None = None
     alpha: float | None = Field(default=None, ge=0, le=MAX_ALPHA, strict=True)
     tokens: int | None = Field(default=None, ge=0, le=MAX_FIRST_TOKENS, strict=True)
     focus: Focus | None = None
-    depth: (
-        Annotated[int, Field(ge=1, le=MAX_LAYERS, strict=True)] | Literal["calibrated"] | None
-    ) = None
-    layers: (
-        Annotated[int, Field(ge=1, le=MAX_LAYERS, strict=True)]
-        | Literal["last", "calibrated"]
-        | None
-    ) = None
+    depth: NumLayers | Literal["calibrated"] | None = None
+    layers: NumLayers | Literal["last", "calibrated"] | None = None
     move: Literal["pays", "always"] | None = None
-
-    def to_request(self, config: ChunkCacheConfig) -> FusionRequest | None:
-        """None for exact reuse, and in SGLang's tree. Raises RequestError where the server does not
-        move KV, or has no such selector."""
-        # For exact reuse as well: a misspelt selector is told, whatever the mode.
-        needs_of(config, self.selector)
-        if self.mode == "exact" or config.is_stock:
-            return None
-        named = self.model_dump(exclude={"mode"}, exclude_none=True)
-        return fused_request(config, **named)
 
 
 def _named_mode(value: Any) -> Any:
@@ -101,18 +84,24 @@ class ReuseFields(BaseModel):
     reuse: Annotated[ReuseIn | None, BeforeValidator(_named_mode)] = None
 
     def fusion_request(self, config: ChunkCacheConfig) -> FusionRequest | None:
-        """See `ReuseIn.to_request`."""
-        return self.reuse.to_request(config) if self.reuse else None
+        """None for exact reuse, and in SGLang's tree. Raises RequestError where the server does not
+        move KV, or has no such selector."""
+        if self.reuse is None:
+            return None
+        # For exact reuse as well: a misspelt selector is told, whatever the mode.
+        needs_of(config, self.reuse.selector)
+        if self.reuse.mode == "exact" or config.is_stock:
+            return None
+        return fused_request(config, **self.reuse.model_dump(exclude={"mode"}, exclude_none=True))
 
     def is_denied(self, config: ChunkCacheConfig) -> bool:
         """Whether moved KV is asked for where the tree is SGLang's."""
         return config.is_stock and self.reuse is not None and self.reuse.mode == "fused"
 
 
-class RetrieveIn(BaseModel):
+class RetrieveIn(BaseModel, extra="forbid", strict=True):
     """What a request may ask of the server's index; what is left out is the server's default."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
     k: int | None = Field(default=None, ge=1)
     query: str | None = None
     turns: int | None = Field(default=None, ge=1, le=MAX_TURNS)
@@ -156,18 +145,16 @@ class Messages(BaseModel):
     messages: dict[int, MessageFields]
 
 
-class ChunkArea(BaseModel):
+class ChunkArea(BaseModel, extra="forbid"):
     """Chunks inside `/rag/v1/generate`'s parts."""
 
-    model_config = ConfigDict(extra="forbid")
     chunks: list[ChunkIn]
 
 
-class GenerateIn(ReuseFields):
+class GenerateIn(ReuseFields, extra="forbid"):
     """Body of `/rag/v1/generate`."""
 
     # SGLang's /generate has more fields: one that is ignored would be missed without a word.
-    model_config = ConfigDict(extra="forbid")
     parts: list[str | ChunkArea] = Field(min_length=1, max_length=10_000)
     sampling_params: dict[str, Any] = {}
     """SGLang's; `guard/sampling.py` checks them."""
@@ -180,18 +167,16 @@ class GenerateIn(ReuseFields):
     cache_salt: str | None = None
 
 
-class SystemMessage(BaseModel):
+class SystemMessage(BaseModel, extra="forbid"):
     """What may precede a chunk that is preprocessed."""
 
-    model_config = ConfigDict(extra="forbid")
     role: Literal["system", "developer"]
     content: str
 
 
-class PreprocessIn(BaseModel):
+class PreprocessIn(BaseModel, extra="forbid"):
     """Body of `/chunkcache/preprocess`."""
 
-    model_config = ConfigDict(extra="forbid")
     chunk: ChunkIn
     neighbors: list[ChunkIn] = []
     messages: list[SystemMessage] = []
@@ -207,8 +192,7 @@ class CalibrationExample(BaseModel):
     chunks: list[Annotated[str, Field(min_length=1)]] = Field(min_length=2, max_length=64)
 
 
-class CalibrateIn(BaseModel):
+class CalibrateIn(BaseModel, extra="forbid"):
     """Body of `/chunkcache/calibrate`."""
 
-    model_config = ConfigDict(extra="forbid")
     examples: list[CalibrationExample] = Field(default=[], max_length=64)

@@ -17,13 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from radix_ext import (
-    ChunkPrefixTree,
-    KvAware,
-    RoundRobin,
-    Router,
-    TenantTables,
-)
+from radix_ext import ChunkPrefixTree, KvAware, RoundRobin, Router, TenantTables
 from radix_ext.audit import Audit, AuditDecision, AuditState, Change
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.front.conversations import Conversations
@@ -32,10 +26,10 @@ from sglang_chunkcache.front.fusion_options import fused_request, spans_to_keep
 from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.front.reasons import Reasons, counts, fallbacks, missed
-from sglang_chunkcache.front.request import Missed, Planned, RagRequest
+from sglang_chunkcache.front.request import Planned, RagRequest
 from sglang_chunkcache.front.stock_mirror import StockMirror
 from sglang_chunkcache.wire.message import decode
-from sglang_chunkcache.wire.report import ANSWER_KEY, Answer, Fallback, Report
+from sglang_chunkcache.wire.report import ANSWER_KEY, Answer, Fallback
 from sglang_chunkcache.wire.spans import RequestSpans, pack
 
 logger = logging.getLogger(__name__)
@@ -66,9 +60,11 @@ class Bookkeeper:
         tells_adapter: bool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._config, self._clock = config, clock
+        self._config, self._clock, self._tells_adapter = config, clock, tells_adapter
+        self.kind = "stock" if config.is_stock else "chunk"
+        """Of tree."""
         self.tree = ChunkPrefixTree(max_nodes=config.max_tree_nodes)
-        self.mirrors = [self._mirror(rank, tells_adapter) for rank in range(num_ranks)]
+        self.mirrors = [self._mirror(rank) for rank in range(num_ranks)]
         self.router: Router = (
             KvAware(num_ranks, max_load_ratio=config.max_load_ratio)
             if config.routing == "kv_aware"
@@ -90,11 +86,6 @@ class Bookkeeper:
             else None
         )
         self.forget()
-
-    @property
-    def kind(self) -> str:
-        """Of tree."""
-        return "stock" if self._config.is_stock else "chunk"
 
     def forget(self) -> None:
         """Forget which chunks were asked for, where they were cached, and what conversations were
@@ -124,14 +115,14 @@ class Bookkeeper:
             self.tree.mark_promoted(planned.namespace, ids, promoted_len=spans.promoted_len)
             self.router.begin(planned.rank, len(planned.input_ids))
             taken.callback(self.router.end, planned.rank, len(planned.input_ids))
-            taken.callback(self._count_outcome, rag)
             taken.callback(self._end, rag)
             self.conversations.keep(rag)
             for reason in planned.fallbacks:
                 self._fall_back(rag, reason)
-            if self.audit is not None and planned.terms is not None:
-                # here, not when the decision is made: explain plans requests that never run
-                _tell(self.audit.begin(planned.terms), self.audit, self.metrics, self._config)
+            # here, not when the decision is made: explain plans requests that never run
+            if self.audit and planned.terms and (change := self.audit.begin(planned.terms)):
+                _tell(change, self._config)
+                self.metrics.show_audit(self.audit)  # a pause ends without an answer
             yield rag
 
     def spans_of(self, planned: Planned, *, is_counted: bool = True) -> RequestSpans:
@@ -191,7 +182,8 @@ class Bookkeeper:
     def audited(self, terms: AuditDecision, agreement: float) -> None:
         """An answer was compared with an exact prefill."""
         assert self.audit is not None
-        _tell(self.audit.observe(terms, agreement), self.audit, self.metrics, self._config)
+        if change := self.audit.observe(terms, agreement):
+            _tell(change, self._config)
         self.metrics.show_audit(self.audit)
 
     def stats(self) -> dict[str, Any]:
@@ -216,15 +208,15 @@ class Bookkeeper:
 
     # Private, in order of use
 
-    def _mirror(self, rank: int, tells_adapter: bool | None) -> RankMirror:
+    def _mirror(self, rank: int) -> RankMirror:
         if not self._config.is_stock:
             return RankMirror(self.tree, rank)
-        if tells_adapter is None:
+        if self._tells_adapter is None:
             return StockMirror(self.tree, rank)
         return EventMirror(
             self.tree,
             rank,
-            tells_adapter=tells_adapter,
+            tells_adapter=self._tells_adapter,
             dropped=lambda reason: self.metrics.count("mirrors_dropped", reason),
         )
 
@@ -235,9 +227,9 @@ class Bookkeeper:
         if draft.is_preprocessing:
             return
         self.reasons.count(draft.identity)
-        self.tables.observe(draft.identity.tenant, draft.retrieved)
+        self.tables.observe(draft.identity.tenant, list(draft.labels))
         for kind, amount in (
-            ("retrieved", len(draft.retrieved)),
+            ("retrieved", len(draft.labels)),
             ("repeated", len(draft.repeated)),
             ("empty", len(draft.empty)),
             ("dropped", len(draft.dropped)),
@@ -246,13 +238,11 @@ class Bookkeeper:
             self.metrics.count("chunks", kind, amount)
 
     def _end(self, rag: RagRequest) -> None:
-        mirror = self.mirrors[rag.served_by or 0]
-        if rag.is_answered:
-            mirror.ended(rag.planned, rag.num_cached or 0, len(rag.output_ids))
-
-    def _count_outcome(self, rag: RagRequest) -> None:
         outcome = "finished" if rag.is_complete else "aborted"
         self.metrics.count("requests", "refused" if rag.is_refused else outcome)
+        if rag.is_answered:
+            mirror = self.mirrors[rag.served_by or 0]
+            mirror.ended(rag.planned, rag.num_cached or 0, len(rag.output_ids))
 
     def _read(self, rag: RagRequest, text: str | None) -> Answer | None:
         """The rank's encoded answer, its events applied.
@@ -309,63 +299,50 @@ class Bookkeeper:
                 "relocated": rag.report.relocated,
                 "recomputed": rag.report.recomputed,
             }
-            self._book_report(rag, rag.report)
+            for reason in rag.report.fallbacks:
+                self._fall_back(rag, reason)
+            for source in rag.report.sources:
+                self.metrics.count("sources", source.where)
+            for phase, milliseconds in rag.report.ms.items():
+                self.metrics.observe_phase(phase, milliseconds / 1000)
         elif fusion is None or is_plain:  # else what SGLang counts as cached may be moved KV
             rag.known = {"exact": cached, "relocated": 0, "recomputed": 0}
-        self._book_fates(rag)
         if rag.known is not None:
-            self._book_missed(rag, missed(rag.planned, rag.known["exact"], is_plain=is_unread))
+            self._book_known(rag, rag.known["exact"], is_unread=is_unread)
         if not is_unread:
             self.reasons.learn(rag)
 
-    def _book_report(self, rag: RagRequest, report: Report) -> None:
-        for reason in report.fallbacks:
-            self._fall_back(rag, reason)
-        for source in report.sources:
-            self.metrics.count("sources", source.where)
-        for phase, milliseconds in report.ms.items():
-            self.metrics.observe_phase(phase, milliseconds / 1000)
-
-    def _book_fates(self, rag: RagRequest) -> None:
+    def _book_known(self, rag: RagRequest, num_exact: int, *, is_unread: bool) -> None:
+        planned = rag.planned
         for fate, amount in (rag.fates() or {}).items():
             self.metrics.count("prompt_tokens", fate, amount)
-        if rag.known is not None and not rag.planned.draft.is_preprocessing:
+        if not planned.draft.is_preprocessing:
             assert rag.plan is not None
-            exact = rag.known["exact"]
-            rag.hit_len = sum(rag.planned.is_found(span, exact) for span in rag.planned.area)
+            rag.hit_len = sum(planned.is_found(span, num_exact) for span in planned.area)
             # from fused_from on the plan's chain has fused nodes, which exact KV does not hit
-            self.tree.count_hits(rag.plan, min(rag.hit_len, rag.planned.fused_from))
+            self.tree.count_hits(rag.plan, min(rag.hit_len, planned.fused_from))
             self.metrics.count("chunks", "hit", rag.hit_len)
-
-    def _book_missed(self, rag: RagRequest, found: tuple[Missed, ...] | None) -> None:
-        rag.missed = found
-        for reason in fallbacks(rag.planned, found):
+        rag.missed = missed(planned, num_exact, is_plain=is_unread)
+        for reason in fallbacks(planned, rag.missed):
             # those of the plan were counted when the request began
             if reason not in rag.fallbacks:
                 self._fall_back(rag, reason)
-        if found is not None:
-            for name, counted in zip(
-                ("chunks_by_reason", "tokens_by_reason"), counts(rag.planned, found), strict=True
-            ):
-                for label, amount in counted.items():
-                    self.metrics.count(name, label, amount)
+        if rag.missed is not None:
+            for label, (num_chunks, num_tokens) in counts(planned, rag.missed).items():
+                self.metrics.count("chunks_by_reason", label, num_chunks)
+                self.metrics.count("tokens_by_reason", label, num_tokens)
 
     def _fall_back(self, rag: RagRequest, reason: Fallback) -> None:
         rag.fallbacks.append(reason)
         self.metrics.count("fallbacks", reason.value)
 
 
-def _tell(change: Change | None, audit: Audit, metrics: Metrics, config: ChunkCacheConfig) -> None:
+def _tell(change: Change, config: ChunkCacheConfig) -> None:
     """Log a new state, loudly where nothing is moved any more on the server's own terms."""
-    if change is None:
-        return
-    metrics.show_audit(audit)  # a pause ends without an answer
     tenant, selector, ratio = change.whose
-    level = (
-        logging.ERROR if change.after is AuditState.PAUSED and tenant is None else logging.WARNING
-    )
+    is_loud = change.after is AuditState.PAUSED and tenant is None
     logger.log(
-        level,
+        logging.ERROR if is_loud else logging.WARNING,
         "chunk cache: selector %s at ratio %s (%s) is %s (was %s): of %d audited answers %d"
         " agree with an exact prefill at less than %g of their tokens; %s",
         selector,

@@ -32,8 +32,10 @@ async def calibrate(parts: Parts, body: CalibrateIn) -> dict[str, Any]:
 
 
 def _prompt(parts: Parts, example: CalibrationExample) -> CalibrationPrompt:
-    pieces = parts.assembler.turn(
-        [{"role": "user", "content": example.question}], num_agreed=0, has_chunks=True
-    )
-    chunks = [list(parts.assembler.chunk(text, "").token_ids) for text in example.chunks]
-    return CalibrationPrompt([*pieces.lead, *pieces.intro], chunks, list(pieces.outro))
+    assembler, encode = parts.assembler, parts.assembler.tokenizer.encode
+    question = {"role": "user", "content": example.question}
+    (exchange,) = assembler.exchanges([question], with_chunks=[0])
+    (area,) = exchange.areas
+    chunks = [list(assembler.chunk(text, "").token_ids) for text in example.chunks]
+    before = [*encode(exchange.lead), *encode(area.intro)]
+    return CalibrationPrompt(before, chunks, list(encode(area.ending)))

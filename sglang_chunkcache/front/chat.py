@@ -22,7 +22,7 @@ from sglang.srt.parser.hunyuan_reasoning import normalize_hunyuan_reasoning_effo
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.answer import answer
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
-from sglang_chunkcache.front.engine import Engine, hand_over, handed_over
+from sglang_chunkcache.front.engine import Engine, hand_over
 from sglang_chunkcache.front.request import Planned, RagRequest
 
 DONE = "data: [DONE]\n\n"
@@ -39,16 +39,8 @@ PROBLEMS = {
 # Names of `apply_chat_template`'s own: each would replace what is rendered here, or raise
 # TypeError.
 UNSUPPORTED_TEMPLATE_KWARGS = (
-    "chat_template",
-    "documents",
-    "tokenizer_kwargs",
-    "continue_final_message",
-    "add_generation_prompt",
-    "messages",
-    "conversation",
-    "tools",
-    "tokenize",
-    "return_dict",
+    *("chat_template", "documents", "tokenizer_kwargs", "continue_final_message", "messages"),
+    *("add_generation_prompt", "conversation", "tools", "tokenize", "return_dict"),
 )
 
 
@@ -127,11 +119,8 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
         request.input_ids = planned.input_ids
         response = await self.handle_request(request, raw_request)
         # Refused before it began: the bookkeeper counts all others, however they end.
-        if (
-            isinstance(response, ORJSONResponse)
-            and response.status_code >= 400
-            and not rag.has_begun
-        ):
+        is_error = isinstance(response, ORJSONResponse) and response.status_code >= 400
+        if is_error and rag.plan is None:
             self._bookkeeper.metrics.count(
                 "requests", "refused" if response.status_code < 500 else "aborted"
             )
@@ -151,7 +140,7 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
         )
         if isinstance(response, ORJSONResponse):  # an error
             return response
-        rag = _of(raw_request)
+        rag: RagRequest = raw_request.state.chunkcache  # `hand_over` has put it there
         message = response.choices[0].message
         # Calls are no text, and their results are to come: a later request closes the turn.
         await self._finish(rag, message.content if not message.tool_calls else None)
@@ -164,7 +153,7 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
     ) -> AsyncGenerator[str, None]:
         """SGLang's events. Those from the first `finish_reason` on come without a pause: they are
         held until the last of them that has choices is known. It takes the `chunkcache` object."""
-        rag = _of(raw_request)
+        rag: RagRequest = raw_request.state.chunkcache  # `hand_over` has put it there
         content, plain = "", True
         held = list[tuple[str, dict[str, Any]]]()
         # A client that leaves closes this generator: the inner one would keep plan and load till
@@ -184,9 +173,7 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
                     await self._finish(rag, content if plain else None)
                     for ending in _ended(held, answer(rag)):
                         yield ending
-                elif held or any(
-                    choice.get("finish_reason") for choice in chunk.get("choices", ())
-                ):
+                elif held or any(one.get("finish_reason") for one in chunk.get("choices", ())):
                     held.append((event, chunk))
                     continue
                 yield event
@@ -194,12 +181,6 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
     async def _finish(self, rag: RagRequest, content: str | None) -> None:
         closed = await asyncio.to_thread(rag.closed_turn, content)
         self._bookkeeper.conversations.finish(rag, closed)
-
-
-def _of(raw_request: Request) -> RagRequest:
-    rag = handed_over(raw_request)
-    assert rag is not None
-    return rag
 
 
 def _chunk(event: str) -> dict[str, Any]:
@@ -225,13 +206,10 @@ def _ended(held: list[tuple[str, dict[str, Any]]], chunkcache: dict[str, Any]) -
 def _report_cached(body: dict[str, Any], rag: RagRequest) -> bool:
     """Say in the `usage` of an answer or a chunk what was found cached;
     whether that was possible."""
-    usage, num_cached = body.get("usage"), rag.num_cached
-    if not usage or num_cached is None:
+    usage, found = body.get("usage"), {"cached_tokens": rag.num_cached}
+    if not usage or rag.num_cached is None:
         return False
-    usage["prompt_tokens_details"] = {
-        **(usage.get("prompt_tokens_details") or {}),
-        "cached_tokens": num_cached,
-    }
+    usage["prompt_tokens_details"] = {**(usage.get("prompt_tokens_details") or {}), **found}
     return True
 
 

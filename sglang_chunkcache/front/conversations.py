@@ -48,15 +48,19 @@ class Conversations:
         turn = rag.planned.draft.turn
         if turn is not None:
             kept = turn.kept(rag.planned.input_ids, rag.planned.spans)
-            self._turns.keep(turn.key, replace(kept, home=_home(rag, turn)), self._clock())
+            self._turns.keep(
+                turn.conversation.key, replace(kept, home=_home(rag, turn)), self._clock()
+            )
 
     def finish(self, rag: RagRequest, closed: Turn | None) -> None:
         """What `RagRequest.closed_turn` has made of the complete answer."""
         turn = rag.planned.draft.turn
         if closed is not None and turn is not None:
             closed = replace(closed, home=_home(rag, turn))
-            first_hash = turn.claimed.hashes[0]
-            self._turns.finish(turn.key, first_hash, turn.fitted.turns, closed, self._clock())
+            first_hash = turn.conversation.claimed.hashes[0]
+            self._turns.finish(
+                turn.conversation.key, first_hash, turn.fitted.turns, closed, self._clock()
+            )
 
     def stats(self) -> dict[str, int]:
         """How many there are, and the tokens of their turns."""
@@ -67,4 +71,4 @@ def _home(rag: RagRequest, turn: OpenTurn) -> Home | None:
     """Who has the turn's KV. None: nobody, or no rank has said that it read the request."""
     if rag.epoch is None:
         return None
-    return Home(rag.served_by or 0, rag.epoch, turn.start)
+    return Home(rag.served_by or 0, rag.epoch, turn.fitted.start)

@@ -18,6 +18,7 @@ from sglang_chunkcache.errors import BusyError
 from sglang_chunkcache.front.search import unless_gone
 
 T = TypeVar("T")
+Waiting = tuple[int, int, Callable[[], Any], asyncio.Future[Any]]
 
 SHORT_CHARS = 8192
 """Drafted in some milliseconds; a thread would cost as much."""
@@ -30,10 +31,7 @@ class DraftQueue:
     """Belongs to one event loop."""
 
     def __init__(self) -> None:
-        self._waiting: asyncio.PriorityQueue[
-            tuple[int, int, Callable[[], Any], asyncio.Future[Any]]
-        ]
-        self._waiting = asyncio.PriorityQueue(MAX_WAITING)
+        self._waiting: asyncio.PriorityQueue[Waiting] = asyncio.PriorityQueue(MAX_WAITING)
         self._number = itertools.count()
         self._worker: asyncio.Task[None] | None = None
 
@@ -66,9 +64,11 @@ class DraftQueue:
             raise BusyError(f"{MAX_WAITING} long requests wait already; try again later") from None
         try:
             return await unless_gone(made, is_gone)
-        finally:
-            # a draft that is being made ends before its next text
+        except BaseException:
+            # a draft that is being made ends before its next text; one that was made encodes its
+            # turn's answer later
             is_over.set()
+            raise
 
     async def _work(self) -> None:
         while True:

@@ -11,17 +11,16 @@ from __future__ import annotations
 import threading
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import Any, NamedTuple
 
-from radix_ext import ChunkId, ConversationKey, FusionRequest, Span, Turn
+from radix_ext import ChunkId, FusionRequest
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import HistoryError, RequestError, TooLongError
 from sglang_chunkcache.front.conversation import (
+    ChatPrompt,
     Conversation,
-    Fitted,
     OpenTurn,
-    PromptContext,
-    TurnFitter,
     chunks_of,
     history_of,
 )
@@ -32,8 +31,6 @@ from sglang_chunkcache.front.prompt import (
     PromptAssembler,
     TemplateSettings,
     TokenizedChunk,
-    joined,
-    text_of,
     turn_start,
 )
 from sglang_chunkcache.front.request import Draft, Identity, Options, Passage
@@ -42,6 +39,9 @@ from sglang_chunkcache.front.tokenizer import RequestEncoder
 MAX_CHUNK_CONTEXTS = 4
 """Chunks of one request are tokenised up to this many contexts:
 some may be dropped as already seen, the rest is refused."""
+
+NEVER = threading.Event()
+"""For a request whose client waits as long as it takes."""
 
 
 class _Chunks(NamedTuple):
@@ -53,10 +53,6 @@ class _Chunks(NamedTuple):
     """Labels of the others."""
     empty: list[str]
     """Labels of those without a character to read."""
-
-    @property
-    def ids(self) -> tuple[ChunkId, ...]:
-        return tuple(self.labels)
 
 
 class Drafter:
@@ -70,12 +66,7 @@ class Drafter:
         self, config: ChunkCacheConfig, assembler: PromptAssembler, *, context_len: int
     ) -> None:
         self._config, self._assembler, self._context_len = config, assembler, context_len
-        self._fitter = TurnFitter(
-            assembler,
-            context_len=context_len,
-            dedup=config.dedup,
-            past_reasoning=config.past_reasoning,
-        )
+        self._encoder = partial(RequestEncoder, assembler.tokenizer, limit=context_len)
 
     def chat(
         self,
@@ -88,7 +79,7 @@ class Drafter:
         conversation: Conversation | None = None,
         settings: TemplateSettings = NO_SETTINGS,
         prefill: str = "",
-        is_over: threading.Event | None = None,
+        is_over: threading.Event = NEVER,
     ) -> Draft:
         """A chat turn. `prefill` begins its answer. Given up where `is_over` is set meanwhile.
 
@@ -101,62 +92,61 @@ class Drafter:
             HistoryError: nobody can tell what an earlier turn has shown, and the request requires
                 that.
         """
-        encode = self._encoder("messages", is_over)
-        start = turn_start(messages)
-        question = text_of(messages[start], start)
-        if (
-            isinstance(question, str)
-            and encode.tokenizer.least_len(len(question)) > self._context_len
-        ):
-            raise TooLongError(
-                f"messages: more than {self._context_len} tokens, which is the context"
-            )
-        is_conversation = conversation is not None
+        encode = self._encoder(field="messages", is_over=is_over)
+        start, earlier = turn_start(messages), earlier or {}
+        limit = self._context_len * (1 if conversation is None else MAX_CHUNK_CONTEXTS)
         # a text sent twice is encoded once, so it counts once
-        texts = {each.text for area in (passages or (), *(earlier or {}).values()) for each in area}
-        limit = self._context_len * (MAX_CHUNK_CONTEXTS if is_conversation else 1)
+        texts = {each.text for area in (passages or (), *earlier.values()) for each in area}
         if encode.tokenizer.least_len(sum(map(len, texts))) > limit:
             raise TooLongError(
                 f"chunks: more than {limit} tokens in all messages, the context is"
                 f" {self._context_len}"
             )
-        chunks = self._tokenize(
-            passages or (), encode, identity.tenant, may_be_shown=is_conversation
-        )
-        if passages is None and conversation and start in conversation.asked:
-            items = chunks_of(conversation.asked[start])
+        tokenize = partial(self._tokenize, encode=encode, tenant=identity.tenant, limit=limit)
+        chunks = tokenize(passages or (), field="chunks")
+        shown = conversation.asked.get(start) if conversation else None
+        if passages is None and shown is not None:
+            items = chunks_of(shown)
             # labels are not kept with turns, so they are the hash's beginning
-            chunks = chunks._replace(
-                items=items, labels={item.chunk.id: item.chunk.id[:8] for item in items}
-            )
+            labels = {item.chunk.id: item.chunk.id[:8] for item in items}
+            chunks = chunks._replace(items=items, labels=labels)
         sent = {
-            i: self._tokenize(
-                each, encode, identity.tenant, f"messages.{i}.chunks", may_be_shown=is_conversation
-            ).items
-            for i, each in (earlier or {}).items()
+            i: tokenize(each, field=f"messages.{i}.chunks").items for i, each in earlier.items()
         }
-        is_said = passages is not None or (conversation is not None and start in conversation.asked)
         # With an answer or a tool's step behind it the question was shown chunks that nobody sends.
         is_begun = bool(prefill) or any(
             message.get("role") == "assistant" for message in messages[start:]
         )
-        past = history_of(messages, conversation, sent, is_question_known=is_said or not is_begun)
+        is_known = passages is not None or shown is not None or not is_begun
+        past = history_of(messages, conversation, sent, is_question_known=is_known)
         if past.unknown and options.requires_history:
             raise HistoryError(
                 f"messages.{past.unknown[0]}.chunks: what this message has shown is not known here;"
                 " send its chunks, [] for none"
             )
-        context = PromptContext(settings, self._reserve(options), is_conversation, encode, prefill)
-        fitted = self._fitter.fit(messages, past, chunks.items, context)
+        fitted = ChatPrompt(
+            self._assembler,
+            self._context_len,
+            self._config.dedup,
+            self._config.past_reasoning,
+            messages,
+            past,
+            chunks.items,
+            settings,
+            encode,
+            prefill,
+            reserve=min(self._config.answer_reserve_tokens, self._context_len // 8)
+            if options.max_new_tokens is None
+            else max(1, options.max_new_tokens),
+        ).fit()
         kept = {item.chunk.id for item in fitted.kept}
         return Draft(
-            *_laid_out(fitted),
+            *fitted.before_chunks(),
             fitted.kept,
             ((fitted.outro, None),),
             chunks.labels,
             identity,
             options,
-            retrieved=chunks.ids,
             repeated=tuple(chunks.repeated),
             empty=tuple(chunks.empty),
             dropped=tuple(label for chunk, label in chunks.labels.items() if chunk not in kept),
@@ -167,16 +157,7 @@ class Drafter:
             num_departed=fitted.num_departed,
             # recipe_of keeps the last fused turn's, else its history's fused KV would not be found
             earlier_recipe=next((turn.tag for turn in reversed(fitted.turns) if turn.tag), ""),
-            turn=OpenTurn(
-                conversation.key,
-                conversation.claimed,
-                fitted,
-                len(messages),
-                prefill,
-                _step_before(conversation, fitted.turns),
-            )
-            if conversation
-            else None,
+            turn=OpenTurn(conversation, fitted) if conversation else None,
             # in this order the first part that differs is told (`other_head`)
             outline=(
                 ("model", identity.lora),
@@ -192,7 +173,7 @@ class Drafter:
         *,
         identity: Identity,
         options: Options,
-        is_over: threading.Event | None = None,
+        is_over: threading.Event = NEVER,
     ) -> Draft:
         """Texts and chunk areas as they come; only the first area is ordered. Texts are the
         program's own, chunks are not.
@@ -200,43 +181,43 @@ class Drafter:
         Raises:
             RequestError: a chunk longer than the context.
         """
-        encode = self._encoder("parts", is_over)
-        # An empty area has nothing to order, so a later one may be the first.
-        first = next(
-            (i for i, part in enumerate(parts) if part and not isinstance(part, str)), len(parts)
-        )
+        encode = self._encoder(field="parts", is_over=is_over)
         num_chars = sum(len(part) for part in parts if isinstance(part, str))
         if encode.tokenizer.least_len(num_chars) > self._context_len:
             raise TooLongError(f"parts: more than {self._context_len} tokens, which is the context")
-        before = array("i", self._assembler.tokenizer.bos_ids)
-        for part in parts[:first]:
-            before.extend(encode(cast(str, part)) if part else ())
-        first_area = cast(Sequence[Passage], parts[first]) if first < len(parts) else ()
-        area = self._tokenize(first_area, encode, identity.tenant, "parts")
-        after: list[Piece] = []
-        later_labels: list[str] = []
-        for part in parts[first + 1 :]:
+        before, after = array("i", self._assembler.tokenizer.bos_ids), list[Piece]()
+        first, later_labels, num_before = None, list[str](), 0
+        for part in parts:
             if isinstance(part, str):
-                after.append((encode(part), None))
-                continue
-            later = self._tokenize(part, encode, identity.tenant, "parts")
-            later_labels += later.labels.values()
-            area.repeated.extend(later.repeated)
-            area.empty.extend(later.empty)
-            after += [(item.token_ids, item.chunk.id) for item in later.items]
+                ids = encode(part)
+                if first is None:
+                    before.extend(ids)
+                else:
+                    after.append((ids, None))
+            # An empty area has nothing to order, so a later one may be the first.
+            elif part:
+                area = self._tokenize(part, encode, identity.tenant, "parts", self._context_len)
+                if first is None:
+                    first = area
+                else:
+                    after += [(item.token_ids, item.chunk.id) for item in area.items]
+                    later_labels += area.labels.values()
+                    first.repeated.extend(area.repeated)
+                    first.empty.extend(area.empty)
+            num_before += first is None
+        first = first or _Chunks((), {}, [], [])
         return Draft(
             before,
             (),
-            area.items,
+            first.items,
             tuple(after),
-            area.labels,
+            first.labels,
             identity,
             options,
             later_labels=tuple(later_labels),
-            retrieved=area.ids,
-            repeated=tuple(area.repeated),
-            empty=tuple(area.empty),
-            outline=tuple((f"parts.{i}", part) for i, part in enumerate(parts[:first])),
+            repeated=tuple(first.repeated),
+            empty=tuple(first.empty),
+            outline=tuple((f"parts.{i}", part) for i, part in enumerate(parts[:num_before])),
         )
 
     def preprocessing(
@@ -248,7 +229,7 @@ class Drafter:
         identity: Identity,
         settings: TemplateSettings = NO_SETTINGS,
         rank: int = 0,
-        is_over: threading.Event | None = None,
+        is_over: threading.Event = NEVER,
     ) -> Draft:
         """`chunk` after its neighbours, whose plain KV is moved there, to be computed and stored
         (FusionRAG 3.1, eq. 10).
@@ -262,26 +243,27 @@ class Drafter:
         check_fused(self._config, "chunk")
         if not chunk.text.strip():
             raise RequestError("chunk.text: is empty")
-        encode = self._encoder("messages", is_over)
-        before = self._tokenize(neighbors, encode, identity.tenant, "neighbors")
-        own = self._tokenize([chunk], encode, identity.tenant, "chunk")
-        if own.ids[0] in before.labels:
+        encode = self._encoder(field="messages", is_over=is_over)
+        tokenize = partial(
+            self._tokenize, encode=encode, tenant=identity.tenant, limit=self._context_len
+        )
+        before, own = tokenize(neighbors, field="neighbors"), tokenize([chunk], field="chunk")
+        if not before.labels.keys().isdisjoint(own.labels):
             raise RequestError("neighbors: the chunk itself is among them")
         chunks = (*before.items, *own.items)
-        pieces = self._assembler.turn(
+        (exchange,) = self._assembler.exchanges(
             [*messages, {"role": "user", "content": ""}],
-            num_agreed=0,
-            has_chunks=True,
+            with_chunks=[len(messages)],
             settings=settings,
-            encode=encode,
         )
+        (area,) = exchange.areas
         # The chunk alone is computed: what is stored is its KV after neighbours moved as they are.
         fusion = FusionRequest("none", 0.0, fresh=frozenset({len(chunks) - 1}), plain=True)
         return Draft(
-            array("i", (*pieces.lead, *pieces.intro)),
+            array("i", (*encode(exchange.lead), *encode(area.intro))),
             (),
             chunks,
-            ((pieces.outro, None),),
+            ((encode(area.ending), None),),
             {**before.labels, **own.labels},
             identity,
             # in the caller's order: after others, or in another order, it is another KV
@@ -291,36 +273,17 @@ class Drafter:
             is_preprocessing=True,
         )
 
-    # Private, in order of use
-
-    def _encoder(self, field: str, is_over: threading.Event | None) -> RequestEncoder:
-        is_over = is_over or threading.Event()
-        return RequestEncoder(
-            self._assembler.tokenizer, limit=self._context_len, field=field, is_over=is_over
-        )
-
     def _tokenize(
         self,
         passages: Sequence[Passage],
         encode: RequestEncoder,
         tenant: str,
-        field: str = "chunks",
-        *,
-        may_be_shown: bool = False,
+        field: str,
+        limit: int,
     ) -> _Chunks:
-        """Each chunk, up to as many tokens as could be sent.
-        `may_be_shown`: a conversation drops what it has shown already."""
-        limit = self._context_len * (MAX_CHUNK_CONTEXTS if may_be_shown else 1)
-        too_many = TooLongError(
-            f"{field}: more than {limit} tokens, the context is {self._context_len}"
-        )
-        if (
-            encode.tokenizer.least_len(sum(map(len, {passage.text for passage in passages})))
-            > limit
-        ):
-            raise too_many
+        """Each chunk, up to `limit` tokens in all."""
         chunks: dict[ChunkId, TokenizedChunk] = {}
-        found = _Chunks((), {}, [], [])
+        found, left = _Chunks((), {}, [], []), limit
         for passage in passages:
             if not passage.text.strip():
                 found.empty.append(passage.label)
@@ -340,40 +303,11 @@ class Drafter:
             if item.chunk.id in chunks:
                 found.repeated.append(passage.label)
                 continue
-            limit -= item.chunk.num_tokens
-            if limit < 0:
-                raise too_many
+            left -= item.chunk.num_tokens
+            if left < 0:
+                raise TooLongError(
+                    f"{field}: more than {limit} tokens, the context is {self._context_len}"
+                )
             chunks[item.chunk.id] = item
             found.labels[item.chunk.id] = passage.label
         return found._replace(items=tuple(chunks.values()))
-
-    def _reserve(self, options: Options) -> int:
-        """Tokens to keep free for the answer when old turns are weighed against it."""
-        if options.max_new_tokens is not None:
-            return max(1, options.max_new_tokens)
-        return min(self._config.answer_reserve_tokens, self._context_len // 8)
-
-
-def _step_before(conversation: Conversation, turns: Sequence[Turn]) -> Turn | None:
-    """What was kept last of the turn that follows these, if this request goes on from there."""
-    first, hashes = turns[-1].num_messages if turns else 0, set(conversation.claimed.hashes[:-1])
-    asked = (conversation.asked[i] for i in sorted(conversation.asked, reverse=True) if i >= first)
-    return next((kept for kept in asked if kept.messages_hash in hashes), None)
-
-
-def conversation_key(identity: Identity, conversation_id: str) -> ConversationKey:
-    """Whose conversation that is."""
-    return ConversationKey(identity.api_key, identity.tenant, identity.lora or "", conversation_id)
-
-
-def _laid_out(fitted: Fitted) -> tuple[array[int], tuple[Span, ...]]:
-    """Token ids up to the turn's first chunk, and the earlier turns' chunks in them."""
-    ids, spans = array("i"), list[Span]()
-    for turn in fitted.turns:
-        offset = len(ids) + len(turn.lead_ids)
-        ids.extend(turn.lead_ids)
-        ids.extend(turn.body_ids)
-        spans += [Span(s + offset, e + offset, chunk) for s, e, chunk in turn.spans]
-    ids.extend(fitted.lead)
-    ids, own = joined(ids, fitted.intro)
-    return ids, (*spans, *own)

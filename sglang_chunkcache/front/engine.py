@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from fastapi import Request
 from sglang.srt.managers.io_struct import GenerateReqInput, GetInternalStateReq
 
 from sglang_chunkcache.errors import ChunkCacheError, RequestError
-from sglang_chunkcache.front.audit import Auditor, Check, Listener
+from sglang_chunkcache.front.audit import Auditor, Check
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
 from sglang_chunkcache.front.request import Planned, RagRequest
 from sglang_chunkcache.wire.message import decode, encode
@@ -60,7 +60,7 @@ class Engine:
         self.auditor = Auditor(bookkeeper, self)
         self._prefetching: set[asyncio.Future[None]] = set()
         self._reading: asyncio.Future[None] | None = None
-        self._has_lost_touch = self._has_lost_prefetch = False
+        self._warned = set[str]()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
@@ -78,8 +78,17 @@ class Engine:
         first."""
         incremental = bool(obj.stream and self._manager.incremental_streaming_output)
         whole = []
-        with self._bookkeeper.begin(rag), self._listening(rag, obj) as listener:
-            self._address(obj, rag)
+        with self._bookkeeper.begin(rag), ExitStack() as over:
+            listener = self.auditor.listen(
+                rag, obj, getattr(self._manager, "preferred_sampling_params", None)
+            )
+            if listener is not None:
+                # A request that is given up is over, too.
+                over.callback(self.auditor.finish, rag, listener)
+            # the scheduler is told what it must know, and SGLang which rank it is
+            params = rag.params_with(obj.sampling_params.get("custom_params"))
+            obj.sampling_params = {**obj.sampling_params, "custom_params": params}
+            obj.routed_dp_rank = self._routed(rag.planned.rank)
             try:
                 async for output in self._manager.generate_request(obj, raw_request):
                     for i, one in enumerate(output if isinstance(output, list) else [output]):
@@ -108,10 +117,7 @@ class Engine:
         found = await self._manager.get_internal_state()
         if any(STATE_KEY not in state for state in found):
             return None
-        return sorted(
-            (decode(state[STATE_KEY], RankState) for state in found),
-            key=lambda state: state.dp_rank,
-        )
+        return _decoded(state[STATE_KEY] for state in found)
 
     def keep_up(self) -> None:
         """Have the ranks tell what their mirrors lack and no answer brings, if there is anything.
@@ -171,7 +177,7 @@ class Engine:
             top_logprobs_num=top,
             extra_key=check.extra_key,
             cache_salt=check.cache_salt,
-            routed_dp_rank=check.rank if len(self._bookkeeper.mirrors) > 1 else None,
+            routed_dp_rank=self._routed(check.rank),
             # else its latency would count as a request's
             log_metrics=False,
         )
@@ -211,7 +217,7 @@ class Engine:
         cleared = {state.dp_rank: state.cleared for state in states if state.cleared}
         if len(cleared) != len(self._bookkeeper.mirrors):
             raise ChunkCacheError("a rank has not emptied its store")
-        return dict(sorted(cleared.items()))
+        return cleared
 
     async def calibrate(self, prompts: list[CalibrationPrompt]) -> list[dict[str, Any]]:
         """What every rank has found, by rank.
@@ -223,10 +229,7 @@ class Engine:
         for state in states:
             if state.refusal:
                 raise RequestError(f"examples: {state.refusal}")
-        return [
-            {"dp_rank": state.dp_rank, **state.counts["calibration"]}
-            for state in sorted(states, key=lambda state: state.dp_rank)
-        ]
+        return [{"dp_rank": state.dp_rank, **state.counts["calibration"]} for state in states]
 
     # Private, in order of use
 
@@ -244,64 +247,45 @@ class Engine:
                     mirrors[state.dp_rank].hear(state)
                 before = read
         except Exception as error:  # orders get worse, answers do not
-            if not self._has_lost_touch:
-                logger.warning(
-                    "chunk cache: the front does not keep up with what the ranks have cached: %s",
-                    error,
-                )
-            self._has_lost_touch = True
+            self._warn_once(
+                "chunk cache: the front does not keep up with what the ranks have cached: %s", error
+            )
 
     async def _prefetch(self, asked: ExplainRequest) -> None:
         try:
             await self._ask(Asked(prefetch=asked))
         except Exception as error:  # the request itself loads what it needs
-            if not self._has_lost_prefetch:
-                logger.warning("chunk cache: a prefetch failed (further ones may): %s", error)
-            self._has_lost_prefetch = True
+            self._warn_once("chunk cache: a prefetch failed (further ones may): %s", error)
+
+    def _warn_once(self, message: str, error: Exception) -> None:
+        if message not in self._warned:
+            logger.warning(message, error)
+        self._warned.add(message)
 
     async def _explain_all(self) -> None:
         while self._unexplained:
             # What is asked during the await is in the new list, for the next round.
             waiting, self._unexplained = self._unexplained, []
+            answers: dict[int, Iterator[Explanation]] = {}
+            failure: BaseException | None = None
             try:
-                states = {
-                    state.dp_rank: state
-                    for state in await self._ask(
-                        Asked(explain=tuple(asked for asked, _ in waiting))
-                    )
-                }
+                states = await self._ask(Asked(explain=tuple(asked for asked, _ in waiting)))
                 # A rank explains in the order in which it is asked, so each has one iterator.
-                answers = {rank: iter(state.explanations) for rank, state in states.items()}
-                told = [next(answers.get(asked.dp_rank, iter(())), None) for asked, _ in waiting]
+                answers = {state.dp_rank: iter(state.explanations) for state in states}
             # also when cancelled: those who wait would wait for ever
             except BaseException as error:
-                for _, explained in waiting:
-                    if not explained.done():
-                        explained.set_exception(error)
-                if not isinstance(error, Exception):
-                    raise
-                continue
-            for (asked, explained), answer in zip(waiting, told, strict=True):
+                failure = error
+            for asked, explained in waiting:
+                answer = next(answers.get(asked.dp_rank, iter(())), None)
                 if explained.done():  # its client has gone
                     continue
-                if answer is None:
-                    explained.set_exception(
-                        ChunkCacheError(f"rank {asked.dp_rank} does not explain")
-                    )
-                else:
+                if answer is not None:
                     explained.set_result(answer)
-
-    @contextmanager
-    def _listening(self, rag: RagRequest, obj: Any) -> Iterator[Listener | None]:
-        """The audit's ear, if the request was drawn. A request that is given up is over, too."""
-        listener = self.auditor.listen(
-            rag, obj, getattr(self._manager, "preferred_sampling_params", None)
-        )
-        try:
-            yield listener
-        finally:
-            if listener is not None:
-                self.auditor.finish(rag, listener)
+                else:
+                    silence = ChunkCacheError(f"rank {asked.dp_rank} does not explain")
+                    explained.set_exception(failure or silence)
+            if failure is not None and not isinstance(failure, Exception):
+                raise failure
 
     def _unsent(self, planned: Planned) -> ExplainRequest:
         identity = planned.draft.identity
@@ -311,7 +295,7 @@ class Engine:
         )
 
     async def _ask(self, asked: Asked) -> list[RankState]:
-        """The answers of all ranks that run with the chunk cache, in any order."""
+        """The answers of all ranks that run with the chunk cache, by rank."""
         self._manager.auto_create_handle_loop()
         # SGLang's one way to a scheduler outside of serving; `rid` is the only field of this
         # request that carries text.
@@ -319,13 +303,12 @@ class Engine:
             GetInternalStateReq(rid=encode(asked))
         )
         states = [answer.internal_state.get(STATE_KEY) for answer in answers]
-        return [decode(state, RankState) for state in states if state]
+        return _decoded(state for state in states if state)
 
-    def _address(self, obj: Any, rag: RagRequest) -> None:
-        """Tell the scheduler what it must know, and SGLang which rank it is."""
-        params = obj.sampling_params
-        obj.sampling_params = {
-            **params,
-            "custom_params": rag.params_with(params.get("custom_params")),
-        }
-        obj.routed_dp_rank = rag.planned.rank if len(self._bookkeeper.mirrors) > 1 else None
+    def _routed(self, rank: int) -> int | None:
+        """The rank as SGLang is told of it."""
+        return rank if len(self._bookkeeper.mirrors) > 1 else None
+
+
+def _decoded(states: Iterable[str]) -> list[RankState]:
+    return sorted((decode(state, RankState) for state in states), key=lambda state: state.dp_rank)

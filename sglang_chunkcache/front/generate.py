@@ -42,12 +42,7 @@ async def generate(parts: Parts, body: GenerateIn, planned: Planned, raw_request
         input_ids=planned.input_ids,
         sampling_params=body.sampling_params,
         stream=body.stream,
-        return_logprob=body.return_logprob,
-        logprob_start_len=body.logprob_start_len,
-        top_logprobs_num=body.top_logprobs_num,
-        return_text_in_logprobs=body.return_text_in_logprobs,
-        extra_key=body.extra_key,
-        cache_salt=body.cache_salt,
+        **body.model_dump(include=ENGINE_FIELDS),
     )
     outputs = parts.engine.run(rag, obj, raw_request)
     try:
@@ -82,14 +77,13 @@ def _field(complaint: str, body: GenerateIn) -> str:
 
 async def _events(first: dict[str, Any], outputs: Any, rag: RagRequest) -> AsyncIterator[bytes]:
     async with aclosing(outputs):
-        yield _event(_told(first, rag))
         try:
+            yield _event(_told(first, rag))
             async for output in outputs:
                 yield _event(_told(output, rag))
+            yield b"data: [DONE]\n\n"
         except ValueError as error:  # the status has been sent
             yield _event({"error": {"message": str(error)}})
-            return
-        yield b"data: [DONE]\n\n"
 
 
 def _told(output: dict[str, Any], rag: RagRequest) -> dict[str, Any]:

@@ -3,8 +3,7 @@ the prompt drafted and planned."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,9 +21,10 @@ from sglang_chunkcache.front.bodies import (
     PreprocessIn,
     RagFields,
     RetrieveBody,
+    RetrieveIn,
 )
 from sglang_chunkcache.front.conversation import claimed_history
-from sglang_chunkcache.front.drafter import conversation_key
+from sglang_chunkcache.front.misplaced import field_with_chunks
 from sglang_chunkcache.front.parse import json_object, parse, refuse_misspelt
 from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.prompt import (
@@ -34,7 +34,7 @@ from sglang_chunkcache.front.prompt import (
     turn_start,
 )
 from sglang_chunkcache.front.request import Draft, Identity, Options, Passage, Planned
-from sglang_chunkcache.front.search import RagSearch, Retrieval
+from sglang_chunkcache.front.search import Retrieval
 
 MAX_TOOLS = 1000
 """Far more than a model can choose from."""
@@ -43,14 +43,8 @@ UNKNOWN = {"role": "user", "content": "?"}
 """The question of a request that may come, where it is not known."""
 
 MESSAGE_NAMES = (
-    "role",
-    "content",
-    "name",
-    "tool_calls",
-    "tool_call_id",
-    "reasoning_content",
-    "refusal",
-    "function_call",
+    *("role", "content", "name", "tool_calls", "tool_call_id", "reasoning_content"),
+    *("refusal", "function_call"),
 )
 """Of OpenAI's and SGLang's messages, those that could be taken for ours misspelt among them."""
 
@@ -99,22 +93,16 @@ class Intake:
         ours = (*RagFields.model_fields, "texts")
         refuse_misspelt(body, ours=ours, theirs=ChatCompletionRequest.model_fields)
         texts, messages = body.pop("texts", None), body.get("messages") or []
-        brings = isinstance(messages, list) and any(
-            isinstance(each, dict) and each.get("chunks") for each in messages
-        )
-        if not (texts or body.get("chunks") or body.get("retrieve") is not None or brings):
+        is_searched = body.get("retrieve") is not None
+        if not (texts or is_searched or field_with_chunks(body)):
             raise RequestError("texts: give texts, chunks or retrieve")
         if texts is not None:
             are_strings = isinstance(texts, list) and all(isinstance(text, str) for text in texts)
             if body.get("chunks") or not are_strings:
                 raise RequestError("texts: must be a list of strings, and not together with chunks")
             body["chunks"] = [{"text": text} for text in texts]
-        if (
-            isinstance(messages, list)
-            # with `retrieve` the index would be searched for the question mark
-            and body.get("retrieve") is None
-            and _lacks_question(body, messages)
-        ):
+        # with `retrieve` the index would be searched for the question mark
+        if isinstance(messages, list) and not is_searched and _lacks_question(body, messages):
             # else the chunks would stand in front of a question that is answered already
             body["messages"] = [*messages, UNKNOWN]
         return (await self._chat(body, raw_request))[1]
@@ -132,7 +120,10 @@ class Intake:
         )
         request = self._openai_request(body)
         messages = searched = _messages(request)
-        identity = _identity(raw_request, request.cache_salt, request.extra_key, _adapter(request))
+        # the model's comes first, as in SGLang's `_resolve_lora_path`: another order would file
+        # what one adapter computes under the other's name
+        adapter = request.model.partition(":")[2].strip() or request.lora_path
+        identity = _identity(raw_request, request, str(adapter) if adapter else None)
         fusion = fields.fusion_request(self._config)
         prefill = ""
         if request.continue_final_message:
@@ -153,61 +144,59 @@ class Intake:
         # read here, on the event loop: a thread may make the draft, and the bookkeeper has no lock
         conversation = None
         if fields.conversation_id:
-            key, claimed = (
-                conversation_key(identity, fields.conversation_id),
+            conversation = self._parts.bookkeeper.conversations.of(
+                identity.conversation(fields.conversation_id),
                 claimed_history(messages, settings),
+                start=start,
             )
-            conversation = self._parts.bookkeeper.conversations.of(key, claimed, start=start)
-        num_earlier = sum(map(len, earlier.values()))
-
-        async def plan(passages: list[Passage] | None, found: Retrieval | None = None) -> Planned:
-            # what was sent is counted by now; a search adds what it finds
-            self._check_num_chunks(num_earlier + len(passages or ()), "chunks")
-            options = Options(
-                max_new_tokens=request.max_completion_tokens or request.max_tokens,
-                length_field="max_completion_tokens"
-                if request.max_completion_tokens
-                else "max_tokens",
-                order=fields.order,
-                fusion=fusion,
-                is_denied=fields.is_denied(self._config),
-                requires_history=fields.history is not None,
-                num_answers=request.n,
-                retrieval=found.answer() if found else None,
-            )
-            draft = partial(
-                self._parts.drafter.chat,
-                messages,
-                passages,
-                identity=identity,
-                options=options,
-                earlier=earlier,
-                conversation=conversation,
-                settings=settings,
-                prefill=prefill,
-            )
-            num_chars = sum(_num_chars(message.get("content")) for message in messages)
-            num_chars += sum(map(_num_passage_chars, (passages or (), *earlier.values())))
-            return await self._plan(draft, num_chars, raw_request.is_disconnected)
-
-        if fields.retrieve is None:
-            return request, await plan(passages)
-        if passages:
-            raise RequestError("retrieve: not together with chunks")
-        found = await self._search_for(fields, searched, raw_request)
+        found = None
+        if fields.retrieve is not None:
+            if passages:
+                raise RequestError("retrieve: not together with chunks")
+            found = await self._find(fields.retrieve, searched, "retrieve.", raw_request)
+            passages = found.chunks
+        options = Options(
+            max_new_tokens=request.max_completion_tokens or request.max_tokens,
+            length_field="max_completion_tokens" if request.max_completion_tokens else "max_tokens",
+            order=fields.order,
+            fusion=fusion,
+            is_denied=fields.is_denied(self._config),
+            requires_history=fields.history is not None,
+            num_answers=request.n,
+            retrieval=found.answer() if found else None,
+        )
+        draft = partial(
+            self._parts.drafter.chat,
+            messages,
+            passages,
+            identity=identity,
+            options=options,
+            earlier=earlier,
+            conversation=conversation,
+            settings=settings,
+            prefill=prefill,
+        )
         try:
-            return request, await plan(found.chunks, found)
+            # what was sent is counted by now; a search adds what it finds
+            num_chunks = sum(map(len, (passages or (), *earlier.values())))
+            self._check_num_chunks(num_chunks, "chunks")
+            texts = (messages, passages, *earlier.values())
+            return request, await self._plan(raw_request, draft, texts)
         except RequestError as error:
-            raise _about_the_search(error, found) from None
+            reason = str(error).removeprefix("chunks:")
+            if found is None or reason == str(error):
+                raise
+            # told of the field that the client has sent
+            raise RequestError(
+                f"retrieve.k: of the {len(found.chunks)} passages found,{reason}"
+            ) from None
 
     async def retrieval(self, raw_request: Request) -> tuple[RetrieveBody, Retrieval]:
         """The passages of a query or of messages, with what was asked for."""
         body = parse(RetrieveBody, await json_object(raw_request, self._config))
         if (body.query is None) == (not body.messages):
             raise RequestError("query: give query or messages, one of them")
-        return body, await self._search().find(
-            body, body.messages, field="", is_gone=raw_request.is_disconnected
-        )
+        return body, await self._find(body, body.messages, "", raw_request)
 
     async def generate(self, raw_request: Request) -> tuple[GenerateIn, Planned]:
         """A prompt of `parts`."""
@@ -219,13 +208,16 @@ class Intake:
         parts = [
             part if isinstance(part, str) else self._passages(part.chunks) for part in body.parts
         ]
-        self._check_num_chunks(
-            sum(len(part) for part in parts if not isinstance(part, str)), "parts.chunks"
-        )
+        num_chunks = sum(len(part) for part in parts if not isinstance(part, str))
+        self._check_num_chunks(num_chunks, "parts.chunks")
         if body.sampling_params.get("n", 1) != 1:
             raise RequestError("sampling_params.n: must be 1")
         self._parts.sampling(
-            body.sampling_params, top_logprobs_num=body.top_logprobs_num, called=_in_generate
+            body.sampling_params,
+            top_logprobs_num=body.top_logprobs_num,
+            called=lambda name: (
+                name if name in GenerateIn.model_fields else f"sampling_params.{name}"
+            ),
         )
         options = Options(
             max_new_tokens=body.sampling_params.get("max_new_tokens"),
@@ -239,12 +231,9 @@ class Intake:
             if body.return_logprob and body.logprob_start_len >= 0
             else None,
         )
-        identity = _identity(raw_request, body.cache_salt, body.extra_key)
+        identity = _identity(raw_request, body)
         draft = partial(self._parts.drafter.parts, parts, identity=identity, options=options)
-        num_chars = sum(
-            len(part) if isinstance(part, str) else _num_passage_chars(part) for part in parts
-        )
-        planned = await self._plan(draft, num_chars, raw_request.is_disconnected)
+        planned = await self._plan(raw_request, draft, parts)
         # SGLang says so only when the request runs, in a stream behind a status of 200
         if body.return_logprob and body.logprob_start_len > len(planned.input_ids):
             raise RequestError(
@@ -257,45 +246,41 @@ class Intake:
         self, body: PreprocessIn, raw_request: Request, *, rank: int
     ) -> Planned:
         """A chunk after its neighbours, on one rank."""
-        neighbors, (chunk,) = (
-            self._passages(body.neighbors, "neighbors"),
-            self._passages([body.chunk], "chunk"),
-        )
+        neighbors = self._passages(body.neighbors, "neighbors")
+        (chunk,) = self._passages([body.chunk], "chunk")
+        messages = [message.model_dump() for message in body.messages]
         draft = partial(
             self._parts.drafter.preprocessing,
-            [message.model_dump() for message in body.messages],
+            messages,
             neighbors,
             chunk,
-            identity=_identity(raw_request, body.cache_salt, body.extra_key),
+            identity=_identity(raw_request, body),
             settings=TemplateSettings(kwargs=self._parts.chat.default_chat_template_kwargs or None),
             rank=rank,
         )
-        num_chars = sum(len(message.content) for message in body.messages)
-        return await self._plan(
-            draft, num_chars + _num_passage_chars([*neighbors, chunk]), raw_request.is_disconnected
-        )
+        return await self._plan(raw_request, draft, (messages, neighbors, chunk))
 
     # Private, in order of use
 
     def _check_counts(self, body: dict[str, Any]) -> None:
         """Before SGLang's model of the request is built, which takes long for many parts."""
-        messages, tools, chunks = (body.get(name) for name in ("messages", "tools", "chunks"))
-        num_chunks = len(chunks) if isinstance(chunks, list) else 0
-        if isinstance(messages, list):
-            contents = (message.get("content") for message in messages if isinstance(message, dict))
-            count = max(
-                len(messages),
-                sum(len(content) for content in contents if isinstance(content, list)),
+        messages, tools, chunks = (
+            value if isinstance(value := body.get(name), list) else []
+            for name in ("messages", "tools", "chunks")
+        )
+
+        def num_in(name: str) -> int:
+            found = (message.get(name) for message in messages if isinstance(message, dict))
+            return sum(len(own) for own in found if isinstance(own, list))
+
+        count = max(len(messages), num_in("content"))
+        if count > self._config.max_messages:
+            raise RequestError(
+                f"messages: {count} given, parts counted, at most {self._config.max_messages}"
             )
-            if count > self._config.max_messages:
-                raise RequestError(
-                    f"messages: {count} given, parts counted, at most {self._config.max_messages}"
-                )
-            brought = (message.get("chunks") for message in messages if isinstance(message, dict))
-            num_chunks += sum(len(own) for own in brought if isinstance(own, list))
-        if isinstance(tools, list) and len(tools) > MAX_TOOLS:
+        if len(tools) > MAX_TOOLS:
             raise RequestError(f"tools: {len(tools)} given, at most {MAX_TOOLS}")
-        self._check_num_chunks(num_chunks, "chunks")
+        self._check_num_chunks(len(chunks) + num_in("chunks"), "chunks")
 
     def _check_num_chunks(self, num_chunks: int, field: str) -> None:
         if num_chunks > self._config.max_chunks:
@@ -305,14 +290,14 @@ class Intake:
             )
 
     async def _plan(
-        self, draft: Callable[..., Draft], num_chars: int, is_gone: Callable[[], Awaitable[bool]]
+        self, raw_request: Request, draft: Callable[..., Draft], texts: Sequence[Any]
     ) -> Planned:
         """Long drafts are made in a thread, plans here: they read the bookkeeper."""
-
-        def make(is_over: threading.Event) -> Draft:
-            return draft(is_over=is_over)
-
-        made = await self._parts.drafts.run(make, num_chars=num_chars, is_gone=is_gone)
+        made = await self._parts.drafts.run(
+            lambda is_over: draft(is_over=is_over),
+            num_chars=_num_chars(texts),
+            is_gone=raw_request.is_disconnected,
+        )
         return self._parts.planner.plan(made)
 
     def _openai_request(self, body: dict[str, Any]) -> ChatCompletionRequest:
@@ -327,15 +312,14 @@ class Intake:
         request = parse(ChatCompletionRequest, body)
         params = self._parts.chat.sampling_params(request)
 
-        def called(name: str) -> str:
-            known = CHAT_NAMES.get(name, name)
-            return (
-                "max_completion_tokens"
-                if known == "max_tokens" and request.max_completion_tokens
-                else known
-            )
-
-        self._parts.sampling(params, top_logprobs_num=request.top_logprobs or 0, called=called)
+        names = dict(CHAT_NAMES)
+        if request.max_completion_tokens:
+            names["max_new_tokens"] = "max_completion_tokens"
+        self._parts.sampling(
+            params,
+            top_logprobs_num=request.top_logprobs or 0,
+            called=lambda name: names.get(name, name),
+        )
         self._parts.chat.check(request)
         return request
 
@@ -353,19 +337,17 @@ class Intake:
             for i, chunk in enumerate(chunks)
         ]
 
-    async def _search_for(
-        self, fields: RagFields, messages: list[dict[str, Any]], raw_request: Request
+    async def _find(
+        self,
+        options: RetrieveIn,
+        messages: list[dict[str, Any]],
+        field: str,
+        raw_request: Request,
     ) -> Retrieval:
-        assert fields.retrieve is not None
-        is_gone = raw_request.is_disconnected
-        return await self._search().find(
-            fields.retrieve, messages, field="retrieve.", is_gone=is_gone
-        )
-
-    def _search(self) -> RagSearch:
         if self._parts.search is None:
             raise RequestError("retrieve: this server has no index (--index); send chunks")
-        return self._parts.search
+        is_gone = raw_request.is_disconnected
+        return await self._parts.search.find(options, messages, field=field, is_gone=is_gone)
 
 
 def _taken_chunks(body: dict[str, Any]) -> dict[int, list[ChunkIn]]:
@@ -390,9 +372,8 @@ def _taken_chunks(body: dict[str, Any]) -> dict[int, list[ChunkIn]]:
             raise RequestError(f"messages.{i}.chunks: only a user's message has chunks")
         # parsed under the client's own path, so that errors say messages.3.chunks.0.text
         brought[i] = {"chunks": chunks}
-    return {
-        i: fields.chunks for i, fields in parse(Messages, {"messages": brought}).messages.items()
-    }
+    parsed = parse(Messages, {"messages": brought}).messages
+    return {i: fields.chunks for i, fields in parsed.items()}
 
 
 def _check_content(message: Mapping[str, Any], field: str) -> None:
@@ -415,18 +396,18 @@ def _check_content(message: Mapping[str, Any], field: str) -> None:
 
 
 def _check_ids(brought: Mapping[int, Sequence[ChunkIn]]) -> None:
-    """Raise RequestError for an id that means one text in one message and another in another
-    one."""
+    """Raise RequestError for an id that means different texts in two messages."""
     texts = dict[str, tuple[int, str]]()
     for i, chunks in sorted(brought.items()):
         for chunk in chunks:
-            if chunk.id is not None:
-                first, text = texts.setdefault(str(chunk.id), (i, chunk.text))
-                if first != i and text != chunk.text:
-                    raise RequestError(
-                        f"messages.{i}.chunks: the text of {chunk.id!r} is another one in"
-                        f" messages.{first}"
-                    )
+            if chunk.id is None:
+                continue
+            first, text = texts.setdefault(str(chunk.id), (i, chunk.text))
+            if first != i and text != chunk.text:
+                raise RequestError(
+                    f"messages.{i}.chunks: the text of {chunk.id!r} is another one in"
+                    f" messages.{first}"
+                )
 
 
 def _lacks_question(body: Mapping[str, Any], messages: Sequence[Any]) -> bool:
@@ -438,37 +419,24 @@ def _lacks_question(body: Mapping[str, Any], messages: Sequence[Any]) -> bool:
     )
 
 
-def _num_chars(content: Any) -> int:
-    if isinstance(content, list):
-        return sum(_num_chars(part.get("text")) for part in content)
-    return len(content) if isinstance(content, str) else 0
+def _num_chars(texts: Any) -> int:
+    """Of texts, passages, messages and their parts, and of lists of these."""
+    if isinstance(texts, Passage):
+        return len(texts.text)
+    if isinstance(texts, dict):
+        return _num_chars(texts.get("content")) + _num_chars(texts.get("text"))
+    if isinstance(texts, list | tuple):
+        return sum(map(_num_chars, texts))
+    return len(texts) if isinstance(texts, str) else 0
 
 
-def _num_passage_chars(passages: Iterable[Passage]) -> int:
-    return sum(len(passage.text) for passage in passages)
-
-
-def _in_generate(name: str) -> str:
-    return name if name in GenerateIn.model_fields else f"sampling_params.{name}"
-
-
-def _identity(
-    raw_request: Request, cache_salt: Any, extra_key: Any, adapter: str | None = None
-) -> Identity:
-    for name, value in (("cache_salt", cache_salt), ("extra_key", extra_key)):
-        if value is not None and not isinstance(value, str):
+def _identity(raw_request: Request, body: Any, adapter: str | None = None) -> Identity:
+    for name, value in (("cache_salt", body.cache_salt), ("extra_key", body.extra_key)):
+        if not isinstance(value, str | None):
             raise RequestError(f"{name}: must be a string")
     # SGLang takes an empty cache_salt for none, but not an empty extra_key.
-    return Identity(
-        raw_request.headers.get("authorization", ""), cache_salt or None, extra_key, adapter
-    )
-
-
-def _adapter(request: ChatCompletionRequest) -> str | None:
-    # the model's comes first, as in SGLang's `_resolve_lora_path`: another order would file what
-    # one adapter computes under the other's name
-    adapter = request.model.partition(":")[2].strip() or request.lora_path
-    return str(adapter) if adapter else None
+    key = raw_request.headers.get("authorization", "")
+    return Identity(key, body.cache_salt or None, body.extra_key, adapter)
 
 
 def _messages(request: ChatCompletionRequest) -> list[dict[str, Any]]:
@@ -484,18 +452,8 @@ def _messages(request: ChatCompletionRequest) -> list[dict[str, Any]]:
 
 
 def _tools(request: ChatCompletionRequest) -> list[dict[str, Any]] | None:
-    """Those that the template shows: with a `tool_choice` that names one, that one,
-    as in SGLang."""
+    """Those that the template shows, as in SGLang: the one that `tool_choice` names, or all."""
     if not request.tools or request.tool_choice == "none":
         return None
     named = None if isinstance(request.tool_choice, str) else request.tool_choice.function.name
     return [tool.model_dump() for tool in request.tools if named in (None, tool.function.name)]
-
-
-def _about_the_search(error: RequestError, found: Retrieval | None) -> RequestError:
-    """The error, told of the field that the client has sent:
-    passages that were found came of `retrieve`."""
-    if found is None or not str(error).startswith("chunks:"):
-        return error
-    reason = str(error).removeprefix("chunks:")
-    return RequestError(f"retrieve.k: of the {len(found.chunks)} passages found,{reason}")

@@ -39,12 +39,16 @@ class Misplaced:
 
 
 def chunks_field(raw_request: Any) -> str | None:
-    """Where a request to `/v1` has chunks, at least one:
-    `chunks`, `messages.chunks`, or nowhere."""
+    """Where a request to `/v1` has chunks, as `field_with_chunks` says it."""
     body = getattr(raw_request, "_json", None)  # what Starlette keeps of `Request.json`
     # our own endpoints read the body as a stream, which leaves no `_json`
     if not isinstance(body, dict) or not raw_request.scope["path"].startswith("/v1/"):
         return None
+    return field_with_chunks(body)
+
+
+def field_with_chunks(body: dict[str, Any]) -> str | None:
+    """Where a body has chunks, at least one: `chunks`, `messages.chunks`, or nowhere."""
     if body.get("chunks"):
         return "chunks"
     messages = body.get("messages")

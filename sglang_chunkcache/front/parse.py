@@ -75,10 +75,10 @@ def parse(model: type[Model], body: dict[str, Any]) -> Model:
         branches: dict[str, set[str]] = {}
         for item in error.errors():
             place, branch = _place(item, body)
-            reasons.setdefault(place, {})[
-                # a field or value of an earlier version: what became of it helps more than a type
-                refusal(place) or refusal(place, item["input"]) or _reason(item)
-            ] = None
+            words = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+            # a field or value of an earlier version: what became of it helps more than a type
+            reason = refusal(place) or refusal(place, item["input"])
+            reasons.setdefault(place, {})[reason or REASONS.get(item["type"], words)] = None
             branches.setdefault(place, set()).add(branch)
         # What only some branches of a union refuse is right in another one.
         widest = max(map(len, branches.values()))
@@ -145,11 +145,8 @@ def _place(item: Mapping[str, Any], body: Any) -> tuple[str, str]:
     a union's branches, which pydantic names in it."""
     path, branch, node = [], [], body
     for part in item["loc"]:
-        is_place = (
-            part in node
-            if isinstance(node, dict)
-            else isinstance(node, list) and isinstance(part, int)
-        )
+        is_place = isinstance(node, list) and isinstance(part, int)
+        is_place = is_place or (isinstance(node, dict) and part in node)
         if is_place:
             node = node[part]
         # what is missing is not in the body, and still what the client must name
@@ -158,11 +155,6 @@ def _place(item: Mapping[str, Any], body: Any) -> tuple[str, str]:
         else:
             branch.append(str(part))
     return ".".join(path) or "body", ".".join(branch)
-
-
-def _reason(item: Mapping[str, Any]) -> str:
-    words = str(item["msg"]).removeprefix("Value error, ").replace("Input should be", "must be")
-    return REASONS.get(item["type"], words)
 
 
 def _letters(name: str) -> str:

@@ -36,10 +36,14 @@ class Parts:
     def __init__(self, config: ChunkCacheConfig) -> None:
         self.config = config
         self.retriever: Retriever | None = None
+        self.drafts = DraftQueue()
+        # what these ask for is there once SGLang is up
+        self.guard = Guard(lambda: self.limits, lambda: self.bookkeeper.metrics)
+        self.readiness = Readiness(lambda: self.manager)
+        self.misplaced = Misplaced(lambda: self.bookkeeper.metrics, clock=time.monotonic)
 
     @cached_property
     def manager(self) -> Any:
-        """SGLang's tokenizer manager."""
         return http_server.get_global_state().tokenizer_manager
 
     @cached_property
@@ -50,7 +54,6 @@ class Parts:
 
     @cached_property
     def bookkeeper(self) -> Bookkeeper:
-        """The front's state."""
         args = self.manager.server_args
         # one mirror for the TP ranks of a DP rank: they decide alike
         return Bookkeeper(
@@ -67,7 +70,6 @@ class Parts:
 
     @cached_property
     def reader(self) -> EventReader:
-        """Listens to them."""
         mirrors = [each for each in self.bookkeeper.mirrors if isinstance(each, EventMirror)]
         return EventReader(mirrors, self.sources)
 
@@ -82,10 +84,9 @@ class Parts:
                 f"--chat-template {name}: SGLang's built-in templates are not supported; give a"
                 " file"
             )
-        template = read_template(self.config.rag_template)
         return PromptAssembler(
             self.manager.tokenizer,
-            template=template,
+            template=read_template(self.config.rag_template),
             separator=self.config.chunk_separator,
             chunk_tokens=self.config.chunk_tokens,
             content_format=templates.jinja_template_content_format,
@@ -93,70 +94,39 @@ class Parts:
 
     @cached_property
     def drafter(self) -> Drafter:
-        """Raises ValueError as `assembler` does."""
         return Drafter(self.config, self.assembler, context_len=self.context_len)
 
     @cached_property
-    def drafts(self) -> DraftQueue:
-        """Where drafts are made."""
-        return DraftQueue()
-
-    @cached_property
     def planner(self) -> Planner:
-        """Where and in which order."""
         return Planner(self.config, self.bookkeeper, context_len=self.context_len)
-
-    @cached_property
-    def guard(self) -> Guard:
-        """Refuses requests that would end the server."""
-        return Guard(lambda: self.limits, lambda: self.bookkeeper.metrics)
-
-    @cached_property
-    def readiness(self) -> Readiness:
-        """What `/ready` says."""
-        return Readiness(lambda: self.manager)
-
-    @cached_property
-    def misplaced(self) -> Misplaced:
-        """Sees requests with chunks that nobody reads."""
-        return Misplaced(lambda: self.bookkeeper.metrics, clock=time.monotonic)
 
     @cached_property
     def limits(self) -> Limits:
         """What the guard must know of the server."""
-        args = self.manager.server_args
-        labels = (
-            frozenset(args.tokenizer_metrics_allowed_custom_labels or ())
-            if args.enable_metrics
-            else None
-        )
+        args, labels = self.manager.server_args, None
+        if args.enable_metrics:
+            labels = frozenset(args.tokenizer_metrics_allowed_custom_labels or ())
         return Limits(self.manager.model_config.vocab_size, labels)
 
     @cached_property
     def sampling(self) -> SamplingCheck:
-        """Checks sampling parameters."""
         return SamplingCheck(self.manager.tokenizer, self.limits)
 
     @cached_property
     def engine(self) -> Engine:
-        """The way to the ranks."""
         return Engine(self.manager, self.bookkeeper)
 
     @cached_property
     def chat(self) -> RagServingChat:
-        """SGLang's chat serving."""
         return RagServingChat(
             self.engine, http_server.get_global_state().template_manager, self.bookkeeper
         )
 
     @cached_property
     def search(self) -> RagSearch | None:
-        """None for a server without an index."""
-        return (
-            RagSearch(self.retriever, self.config, self.bookkeeper.metrics)
-            if self.retriever is not None
-            else None
-        )
+        if self.retriever is None:
+            return None
+        return RagSearch(self.retriever, self.config, self.bookkeeper.metrics)
 
     async def stats(self) -> dict[str, Any] | None:
         """Counts of the front and of every rank. None: a rank runs without the chunk cache."""
@@ -181,10 +151,10 @@ class Parts:
         # what was heard may show that a mirror lacks something; nobody waits for it here
         self.engine.keep_up()
         self.reader.start()
-        retrieval = self.search.stats() if self.search else None
-        front = {
+        return {
+            "version": __version__,
             **self.bookkeeper.stats(),
             "audit": self.engine.auditor.stats(),
-            "retrieval": retrieval,
+            "retrieval": self.search.stats() if self.search else None,
+            "ranks": ranks,
         }
-        return {"version": __version__, **front, "ranks": ranks}

@@ -14,7 +14,6 @@ from typing import cast
 from radix_ext import (
     Chunk,
     ExactGrowth,
-    FusionRequest,
     Ordering,
     OrderPolicy,
     Span,
@@ -52,7 +51,10 @@ class Planner:
         namespace = namespace_of(draft.head, identity.extra_key, identity.cache_salt, identity.lora)
         start = time.perf_counter()
         policy = draft.options.order or cast(OrderPolicy, self._config.order)
-        growth = self._growth(draft.options.fusion, policy)
+        growth, fusion = None, draft.options.fusion
+        # only chains that the tree's order aims for: other orders stay as their papers have them
+        if fusion is not None and not fusion.plain and policy == "tree":
+            growth = ExactGrowth(self._config.exact_gaps, self._config.promotion_threshold)
         rank, ordering, is_away = self._decide(draft, namespace, policy, growth)
         seconds = time.perf_counter() - start
         by_id = {item.chunk.id: item for item in draft.chunks}
@@ -64,9 +66,8 @@ class Planner:
         area = leading_area(spans)
         num_exact = ordering.held_len + ordering.planned_len - ordering.num_fused
         expected = None
-        if draft.options.fusion is None:
+        if fusion is None:
             # reasons of exact reuse; with moved KV the rank's report has its own
-            epochs = self._epochs()
             expected = self._bookkeeper.reasons.expect(
                 draft,
                 namespace,
@@ -75,8 +76,11 @@ class Planner:
                 area_len=len(area),
                 held_len=ordering.held_len,
                 rank=rank,
-                epochs=epochs,
+                epochs=self._epochs(),
             )
+        else:
+            question = ids[area[-1].end :] if area else ()
+            fusion = replace(fusion, recipe=recipe_of(fusion, question, draft.earlier_recipe))
         return Planned(
             draft,
             ids.tolist(),
@@ -87,7 +91,7 @@ class Planner:
             order=[*(draft.labels[item.chunk.id] for item in ordered), *draft.later_labels],
             planned_len=num_exact,
             fused_from=self._fused_from(draft, area, num_exact, ordering.num_fused, growth),
-            fusion=_with_recipe(draft, ids[area[-1].end :] if area else ()),
+            fusion=fusion,
             order_seconds=seconds,
             exact_gaps=growth.num_chunks if growth else 0,
             terms=terms,
@@ -104,23 +108,20 @@ class Planner:
         if fusion is None or audit is None or draft.is_preprocessing:
             return draft, None
         terms = audit.decide(fusion, draft.identity.tenant)
-        return draft if terms.is_moved else replace(
-            draft, options=replace(draft.options, fusion=None)
-        ), terms
-
-    def _growth(self, fusion: FusionRequest | None, policy: OrderPolicy) -> ExactGrowth | None:
-        """Only chains that the tree's order aims for grow:
-        other orders stay as their papers have them."""
-        if fusion is None or fusion.plain or policy != "tree":
-            return None
-        return ExactGrowth(self._config.exact_gaps, self._config.promotion_threshold)
+        if not terms.is_moved:
+            draft = replace(draft, options=replace(draft.options, fusion=None))
+        return draft, terms
 
     def _decide(
         self, draft: Draft, namespace: str, policy: OrderPolicy, growth: ExactGrowth | None
     ) -> tuple[int, Ordering, bool]:
         """(rank, its order, whether another rank has more of the history)."""
         router, rank = self._bookkeeper.router, draft.options.rank
-        by_turns = self._config.routing == "round_robin"
+        by_turns, fusion = self._config.routing == "round_robin", draft.options.fusion
+        # By its recipe the request may find what others have fused, unless that depends on the
+        # question. `plain` prompts preprocess: each has a recipe of its own, which nothing else
+        # finds.
+        is_shared = fusion is not None and not fusion.asks_the_question and not fusion.plain
         ranks = (
             [rank]
             if rank is not None
@@ -130,20 +131,25 @@ class Planner:
             else range(router.num_ranks)
         )
         worths = {mirror.rank: mirror.host_worth for mirror in self._bookkeeper.mirrors}
+        is_fixed = bool(draft.history)
         # the history's chunks stay where they are: its area is only weighed
-        area = _chunks_of(leading_area(draft.history))
-        table = self._bookkeeper.tables.of(draft.identity.tenant)
+        chunks = (
+            _chunks_of(leading_area(draft.history))
+            if is_fixed
+            else [item.chunk for item in draft.chunks]
+        )
+        recipe = recipe_of(fusion, (), draft.earlier_recipe) if is_shared and fusion else None
         orderings = {
             rank: order_chunks(
-                "retriever" if draft.history else policy,
+                "retriever" if is_fixed else policy,
                 "seen",
                 self._bookkeeper.tree,
-                table,
+                self._bookkeeper.tables.of(draft.identity.tenant),
                 namespace,
-                area if draft.history else [item.chunk for item in draft.chunks],
+                chunks,
                 rank=rank,
                 max_visits=self._config.max_search_visits,
-                recipe=_shared_recipe(draft),
+                recipe=recipe,
                 growth=growth,
                 host_worth=worths.get(rank, 1.0),
             )
@@ -172,9 +178,8 @@ class Planner:
         recipe = recipe_of(fusion, (), draft.earlier_recipe) if fusion is not None else ""
         # a tool loop's last step stands behind the turns and has a home of its own
         step = draft.turn.step
-        return held_history(
-            (*draft.turn.fitted.turns, *([step] if step else ())), epochs, recipe=recipe
-        )
+        turns = (*draft.turn.fitted.turns, *([step] if step else ()))
+        return held_history(turns, epochs, recipe=recipe)
 
     def _fused_from(
         self,
@@ -213,18 +218,3 @@ class Planner:
 
 def _chunks_of(spans: Sequence[Span]) -> list[Chunk]:
     return [Chunk(span.chunk, span.end - span.start) for span in spans]
-
-
-def _shared_recipe(draft: Draft) -> str | None:
-    """The recipe by which the request may find what others have fused.
-    None where that depends on the question."""
-    fusion = draft.options.fusion
-    # `plain` prompts preprocess: each has a recipe of its own, which nothing else finds
-    if fusion is None or fusion.asks_the_question or fusion.plain:
-        return None
-    return recipe_of(fusion, (), draft.earlier_recipe)
-
-
-def _with_recipe(draft: Draft, question: Sequence[int]) -> FusionRequest | None:
-    fusion = draft.options.fusion
-    return fusion and replace(fusion, recipe=recipe_of(fusion, question, draft.earlier_recipe))

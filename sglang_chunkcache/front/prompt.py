@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from radix_ext import Chunk, ChunkId, Span, chunk_id
 from sglang_chunkcache.errors import RequestError
-from sglang_chunkcache.front.tokenizer import Encode, ServedTokenizer
+from sglang_chunkcache.front.tokenizer import ServedTokenizer
 
 CHUNK_CACHE_SIZE = 4096
 """Chunk texts whose token ids are remembered:
@@ -64,16 +64,6 @@ class TokenizedChunk:
 
     chunk: Chunk
     token_ids: array[int]
-
-
-@dataclass(frozen=True, slots=True)
-class TurnPieces:
-    """Token ids of one turn around its chunks.
-    `lead` joins it to what comes before: nothing, or an answer."""
-
-    lead: tuple[int, ...]
-    intro: tuple[int, ...]
-    outro: tuple[int, ...]
 
 
 class Area(NamedTuple):
@@ -149,17 +139,12 @@ class PromptAssembler:
                 " is shared"
             )
         self._before_question, self._after_question = rest.split("{question}")
-        self._tokenizer, self._separator, self._reads_parts = (
-            tokenizer,
-            separator,
-            content_format == "openai",
-        )
+        self._tokenizer, self._separator = tokenizer, separator
+        self._reads_parts = content_format == "openai"
         self.tokenizer = ServedTokenizer(tokenizer, chunk_tokens=chunk_tokens)
-        self._is_separator_control = chunk_tokens == "text" and self.tokenizer.holds_control(
-            separator
-        )
-        # Marks at the places where the rendered text is cut; random, so that no message can hold
-        # them.
+        has_control = chunk_tokens == "text" and self.tokenizer.holds_control(separator)
+        self._is_separator_control = has_control
+        # random, so that no message can hold the marks at which the rendered text is cut
         self._nonce = secrets.token_hex(8)
         self._marks = re.compile(f"\ue000([sca]\\d+)-{self._nonce}\ue001")
         self._remembered_chunk = lru_cache(CHUNK_CACHE_SIZE)(self._tokenize_chunk)
@@ -170,31 +155,8 @@ class PromptAssembler:
         Remembered for `tenant` alone: the time that takes must not tell that another tenant has
         sent the text.
         """
-        tokenize = (
-            self._remembered_chunk if len(text) <= CHUNK_CACHE_CHARS else self._tokenize_chunk
-        )
-        return tokenize(text, tenant)
-
-    def turn(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        num_agreed: int,
-        has_chunks: bool,
-        settings: TemplateSettings = NO_SETTINGS,
-        encode: Encode | None = None,
-    ) -> TurnPieces:
-        """The one exchange that `exchanges` makes without `is_split`, as token ids. Raises as it
-        does. `encode` is the request's own, if it has one."""
-        (exchange,) = self.exchanges(
-            messages,
-            num_agreed=num_agreed,
-            with_chunks={turn_start(messages)} if has_chunks else (),
-            settings=settings,
-        )
-        encode = encode or self.tokenizer.encode
-        (area,) = exchange.areas
-        return TurnPieces(encode(exchange.lead), encode(area.intro), encode(area.ending))
+        is_long = len(text) > CHUNK_CACHE_CHARS
+        return (self._tokenize_chunk if is_long else self._remembered_chunk)(text, tenant)
 
     def exchanges(
         self,
@@ -261,14 +223,18 @@ class PromptAssembler:
         return f"\ue000{kind}{index}-{self._nonce}\ue001"
 
     def _mark_area(self, message: dict[str, Any], index: int, *, has_chunks: bool) -> None:
-        intro, before, after = (
-            # without chunks words such as "You may use:" would mislead the model
-            (self._intro, self._before_question, self._after_question)
-            if has_chunks
-            else ("", "", "")
-        )
+        intro, before, after = self._intro, self._before_question, self._after_question
+        if not has_chunks:  # words such as "You may use:" would mislead the model
+            intro = before = after = ""
         ahead = self._mark("s", index) + intro + self._mark("c", index) + before
-        message["content"] = _around(message["content"], ahead, after)
+        content = message["content"]
+        # a content without parts needs one, or the marks would be lost
+        texts = (
+            [content] if isinstance(content, str) else [part["text"] for part in content] or [""]
+        )
+        texts[0] = ahead + texts[0]
+        texts[-1] += after
+        message["content"] = texts[0] if isinstance(content, str) else _parts(texts)
 
     def _cut(self, text: str, marks: Sequence[Mark]) -> list[str]:
         """The texts before, between and after these marks, which the text must have in this order,
@@ -288,7 +254,7 @@ class PromptAssembler:
         for i, message in enumerate(messages):
             content = message.get("content")
             if self._reads_parts and isinstance(content, list) and message.get("role") != "tool":
-                shaped.append({**message, "content": [_part(text) for text in _texts(content, i)]})
+                shaped.append({**message, "content": _parts(_texts(content, i))})
             else:
                 # as SGLang does: a template would print the null of a tool call as None
                 shaped.append({**message, "content": text_of(message, i) or ""})
@@ -296,11 +262,11 @@ class PromptAssembler:
 
     # `_tenant` is there for the key of `_remembered_chunk`
     def _tokenize_chunk(self, text: str, _tenant: str) -> TokenizedChunk:
-        plain, separator = self.tokenizer.encode_plain, self._separator
+        tokenizer, separator = self.tokenizer, self._separator
         if self._is_separator_control:  # the operator's, so it may
-            ids = array("i", (*plain(text), *self.tokenizer.encode(separator)))
+            ids = array("i", (*tokenizer.encode_plain(text), *tokenizer.encode(separator)))
         else:
-            ids = array("i", plain(text + separator))
+            ids = array("i", tokenizer.encode_plain(text + separator))
         return TokenizedChunk(Chunk(chunk_id(ids), len(ids)), ids)
 
     def _render(self, messages: Sequence[Mapping[str, Any]], settings: TemplateSettings) -> str:
@@ -310,26 +276,23 @@ class PromptAssembler:
                 " FILE"
             )
         try:
-            return str(
-                self._tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=settings.tools,
-                    tokenize=False,
-                    add_generation_prompt=True,
-                    # none of the names above: `RagServingChat.check` refuses them
-                    **(settings.kwargs or {}),
-                )
+            text = self._tokenizer.apply_chat_template(
+                list(messages),
+                tools=settings.tools,
+                tokenize=False,
+                add_generation_prompt=True,
+                # none of the names above: `RagServingChat.check` refuses them
+                **(settings.kwargs or {}),
             )
         except Exception as error:  # jinja's and the template's own, which share no base
             raise RequestError(f"messages: the chat template refuses them: {error}") from error
+        return str(text)
 
 
 def num_opening(messages: Sequence[Mapping[str, Any]]) -> int:
     """Messages in front of the first that is no system message."""
-    return next(
-        (i for i, m in enumerate(messages) if m.get("role") not in OPENING_ROLES),
-        len(messages),
-    )
+    others = (i for i, each in enumerate(messages) if each.get("role") not in OPENING_ROLES)
+    return next(others, len(messages))
 
 
 def turn_start(messages: Sequence[Mapping[str, Any]]) -> int:
@@ -341,10 +304,8 @@ def turn_start(messages: Sequence[Mapping[str, Any]]) -> int:
     """
     if not messages:
         raise RequestError("messages: there is none to put the chunks in front of")
-    return next(
-        (i for i in reversed(range(len(messages))) if messages[i].get("role") == "user"),
-        len(messages) - 1,
-    )
+    users = (i for i in reversed(range(len(messages))) if messages[i].get("role") == "user")
+    return next(users, len(messages) - 1)
 
 
 def exchange_ends(messages: Sequence[Mapping[str, Any]], start: int) -> list[int]:
@@ -355,12 +316,9 @@ def exchange_ends(messages: Sequence[Mapping[str, Any]], start: int) -> list[int
         message = messages[i]
         # an assistant's words before any question, a greeting, end no exchange
         has_question = has_question or message.get("role") == "user"
-        is_answer = (
-            message.get("role") == "assistant"
-            and message.get("content")
-            and not message.get("tool_calls")
-        )
-        if is_answer and has_question and messages[i + 1].get("role") in ("user", *OPENING_ROLES):
+        is_answer = message.get("role") == "assistant" and not message.get("tool_calls")
+        is_followed = messages[i + 1].get("role") in ("user", *OPENING_ROLES)
+        if has_question and is_answer and message.get("content") and is_followed:
             ends.append(i + 1)
             has_question = False
     return ends
@@ -389,31 +347,17 @@ def text_of(message: Mapping[str, Any], index: int) -> Any:
 def _texts(content: list[Any], index: int) -> list[str]:
     texts = []
     for part in content:
-        if isinstance(part, Mapping) and part.get("type") in REASONING_PARTS:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in REASONING_PARTS:
             continue
-        if (
-            not isinstance(part, Mapping)
-            or part.get("type") != "text"
-            or not isinstance(part.get("text"), str)
-        ):
+        if kind != "text" or not isinstance(part.get("text"), str):
             raise RequestError(f"messages.{index}.content: only text parts are supported")
         texts.append(part["text"])
     return texts
 
 
-def _part(text: str) -> dict[str, str]:
-    return {"type": "text", "text": text}
-
-
-def _around(content: Any, before: str, after: str) -> Any:
-    """Of parts the first begins with what comes before, the last ends with what comes after."""
-    if isinstance(content, str):
-        return before + content + after
-    # a content without parts needs one, or the marks would be lost
-    texts = [part["text"] for part in content] or [""]
-    texts[0] = before + texts[0]
-    texts[-1] += after
-    return [_part(text) for text in texts]
+def _parts(texts: Iterable[str]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text} for text in texts]
 
 
 def read_template(path: str | None) -> str:

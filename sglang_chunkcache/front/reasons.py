@@ -25,7 +25,7 @@ cached. What compares tenants (`hints`) is for operators.
 from __future__ import annotations
 
 import logging
-from collections import Counter, OrderedDict, deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -91,7 +91,6 @@ class Reasons:
         """Tenant -> requests in a row whose chunks were cached behind other heads,
         and where the last one's parted."""
         self._salts: deque[bool] = deque(maxlen=SALTS)
-        self._num_new_salts = 0
         self._log = HintLog(clock)
 
     def expect(
@@ -118,10 +117,8 @@ class Reasons:
         texts = _texts(namespace, spans, ids, area_len)
         prefixes = () if area_len == len(spans) else tuple(_prefixes(spans))
         # SGLang matches no further: it needs the last token's logits, and those of asked logprobs
-        must_from = min(
-            len(ids) - 1,
-            len(ids) if draft.options.logprob_start is None else draft.options.logprob_start,
-        )
+        logprob_start = draft.options.logprob_start
+        must_from = len(ids) - 1 if logprob_start is None else min(len(ids) - 1, logprob_start)
         # who names no tenant shares with all who name none, and is nobody new
         is_new = draft.identity.is_named and tenant not in self._tables
         new = OF[Fallback.NEW_TENANT if is_new else Fallback.NEW_CHUNK]
@@ -132,19 +129,18 @@ class Reasons:
         others = dict[int, str]()
         for index in range(held_len, len(spans)):
             chunk = spans[index].chunk
-            if (place := self._places.behind(texts[index], chunk)) is not None:
-                is_first = index < area_len
-                # The tree ends with the first area. Of chunks behind it only their place is known.
-                if is_first:
-                    other = self._elsewhere(place, rank, spans[: index + 1])
-                else:
-                    other = _elsewhere(place, prefixes[index], rank, epochs)
-                if other is not None:
-                    reasons[index] = OF[other]
+            if (place := self._places.behind(texts[index], chunk)) is None:
+                reasons[index] = new
+                if (seen := self._places.last_text(tenant, chunk)) is not None:
+                    others[index] = seen
                 continue
-            reasons[index] = new
-            if (seen := self._places.last_text(tenant, chunk)) is not None:
-                others[index] = seen
+            # The tree ends with the first area. Of chunks behind it only their place is known.
+            if index < area_len:
+                other = self._elsewhere(place, rank, spans[: index + 1])
+            else:
+                other = _elsewhere(place, prefixes[index], rank, epochs)
+            if other is not None:
+                reasons[index] = OF[other]
         for index, reason in self._other_heads(draft, namespace, spans, area_len, others):
             reasons[index] = reason
         # in this order: one look-up in the tree, but one for each chunk in the places
@@ -161,8 +157,6 @@ class Reasons:
         is_new = (
             identity.tenant not in self._tables and len(self._tables) < self._tables.max_tenants
         )
-        # the append below drops the oldest, so it is no longer counted
-        self._num_new_salts += is_new - (self._salts[0] if len(self._salts) == SALTS else 0)
         self._salts.append(is_new)
         if self._do_salts_vary():
             self._log.warn(
@@ -171,7 +165,7 @@ class Reasons:
                 " that had not come since the start; tenants share nothing, so a salt for each"
                 " request switches reuse off",
                 SALTS,
-                self._num_new_salts,
+                sum(self._salts),
             )
 
     def learn(self, rag: RagRequest) -> None:
@@ -191,20 +185,14 @@ class Reasons:
             self._heads.note(tenant, planned.namespace, draft.head, draft.outline)
         if planned.expected is None:
             return
-        if (num_area := len(planned.area)) < len(planned.spans):
-            # What was found has been noted. None: not known.
-            new = (
-                range(len(planned.spans))
-                if rag.missed is None
-                else {i for each in rag.missed for i in each.spans}
-            )
-            for i, (span, prefix) in enumerate(
-                zip(planned.spans, _prefixes(planned.spans), strict=True)
-            ):
-                if i >= num_area and i in new:
-                    self._places.note(
-                        tenant, planned.expected.texts[i], span.chunk, Place(prefix, rank, epoch)
-                    )
+        if len(planned.area) < len(planned.spans):
+            new = set(range(len(planned.area), len(planned.spans)))
+            if rag.missed is not None:  # what was found has been noted
+                new &= {i for each in rag.missed for i in each.spans}
+            texts, prefixes = planned.expected.texts, tuple(_prefixes(planned.spans))
+            for i in sorted(new):
+                place = Place(prefixes[i], rank, epoch)
+                self._places.note(tenant, texts[i], planned.spans[i].chunk, place)
         # A later turn has its conversation's head. Counted, it would end the row of an application
         # that puts the time into every conversation's system prompt.
         if not draft.history:
@@ -216,7 +204,7 @@ class Reasons:
         return {
             "salts": {
                 "requests": len(self._salts),
-                "new": self._num_new_salts,
+                "new": sum(self._salts),
                 "never_recur": self._do_salts_vary(),
             },
             "heads": [
@@ -258,7 +246,7 @@ class Reasons:
                 yield index, Reason(Fallback.OTHER_HEAD, Parting("history", end))
 
     def _do_salts_vary(self) -> bool:
-        return len(self._salts) == SALTS and self._num_new_salts >= NEW_SALTS
+        return len(self._salts) == SALTS and sum(self._salts) >= NEW_SALTS
 
     def _count_heads(self, tenant: str, expected: Expected) -> None:
         of_head = next((r for r in expected.reasons if r.fallback is Fallback.OTHER_HEAD), None)
@@ -271,19 +259,14 @@ class Reasons:
             if len(self._rows) > MAX_ROWS:
                 self._rows.popitem(last=False)
             if number >= HEADS_IN_A_ROW:
-                self._warn_of_heads(number, of_head.parting)
-
-    def _warn_of_heads(self, number: int, parting: Parting | None) -> None:
-        field, token = parting or Parting(None, None)
-        self._log.warn(
-            "heads",
-            "chunk cache: the last %d requests of a tenant had chunks that are cached, each behind"
-            " another text, so that none was found (the texts part in %s, at token %s); put what"
-            " changes, as a time or a user's name, after the chunks",
-            number,
-            field,
-            token,
-        )
+                self._log.warn(
+                    "heads",
+                    "chunk cache: the last %d requests of a tenant had chunks that are cached, each"
+                    " behind another text, so that none was found (the texts part in %s, at token"
+                    " %s); put what changes, as a time or a user's name, after the chunks",
+                    number,
+                    *(of_head.parting or Parting(None, None)),
+                )
 
 
 def missed(
@@ -296,11 +279,9 @@ def missed(
     if not planned.spans or planned.is_found(planned.spans[-1], num_found):
         return ()
     found: dict[Reason, list[int]] = {}
-    for index, (span, reason) in enumerate(
-        zip(planned.spans, planned.expected.reasons, strict=True)
-    ):
+    for i, (span, reason) in enumerate(zip(planned.spans, planned.expected.reasons, strict=True)):
         if not planned.is_found(span, num_found):
-            found.setdefault(OF[Fallback.PLAIN_TEXT] if is_plain else reason, []).append(index)
+            found.setdefault(OF[Fallback.PLAIN_TEXT] if is_plain else reason, []).append(i)
     lens = [span.end - span.start for span in planned.spans]
     return tuple(
         Missed(reason, tuple(spans), sum(lens[i] for i in spans)) for reason, spans in found.items()
@@ -315,21 +296,19 @@ def fallbacks(planned: Planned, missed: Sequence[Missed] | None) -> Iterator[Fal
     yield from (each.reason.fallback for each in missed or ())
 
 
-def counts(planned: Planned, missed: Sequence[Missed]) -> tuple[Counter[str], Counter[str]]:
-    """Chunks, and their tokens, by reason or `found`:
+def counts(planned: Planned, missed: Sequence[Missed]) -> dict[str, tuple[int, int]]:
+    """Chunks and their tokens, by reason or `found`:
     those sent with the request, and those of its history that it missed."""
-    chunks, tokens = Counter[str](), Counter[str]()
+    gone = {i for each in missed for i in each.spans}
     # the history's chunks are hits by construction, so they count only where they are missed
-    own = planned.spans[len(planned.spans) - len(planned.order) :]
-    chunks["found"], tokens["found"] = len(own), sum(span.end - span.start for span in own)
-    first = len(planned.spans) - len(own)
+    own = range(len(planned.spans) - len(planned.order), len(planned.spans))
+    by_reason = {"found": [i for i in own if i not in gone]}
     for each in missed:
-        chunks[each.reason.fallback] += len(each.spans)
-        tokens[each.reason.fallback] += each.num_tokens
-        mine = [planned.spans[i] for i in each.spans if i >= first]
-        chunks["found"] -= len(mine)
-        tokens["found"] -= sum(span.end - span.start for span in mine)
-    return chunks, tokens
+        by_reason.setdefault(each.reason.fallback, []).extend(each.spans)
+    lens = [span.end - span.start for span in planned.spans]
+    return {
+        reason: (len(spans), sum(lens[i] for i in spans)) for reason, spans in by_reason.items()
+    }
 
 
 def _texts(

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 from radix_ext import (
     Chunk,
     ChunkId,
+    ConversationKey,
     FusionRequest,
     OrderPolicy,
     Outline,
@@ -63,6 +64,10 @@ class Identity:
         """The request names its tenant."""
         return self.cache_salt is not None or self.extra_key is not None
 
+    def conversation(self, conversation_id: str) -> ConversationKey:
+        """Its key."""
+        return ConversationKey(self.api_key, self.tenant, self.lora or "", conversation_id)
+
 
 @dataclass(frozen=True, slots=True)
 class Options:
@@ -105,13 +110,11 @@ class Draft:
     after: tuple[Piece, ...]
     """Text, and chunks of later areas, which stay in place."""
     labels: Mapping[ChunkId, str]
-    """Of `chunks`."""
+    """Of `chunks`, and of chunks that were sent and are dropped."""
     identity: Identity
     options: Options
     later_labels: tuple[str, ...] = ()
     """Of the chunks in `after`."""
-    retrieved: tuple[ChunkId, ...] = ()
-    """What counts as an access, dropped chunks included."""
     repeated: tuple[str, ...] = ()
     empty: tuple[str, ...] = ()
     dropped: tuple[str, ...] = ()
@@ -202,7 +205,6 @@ class Planned:
     """Of the audit. None: it asks for no moved KV, or nothing is audited."""
     expected: Expected | None = None
     """None: it asks for moved KV, which has reasons of its own."""
-
     is_away: bool = False
     """Another rank has more of its conversation's history."""
     border: int = 0
@@ -288,11 +290,6 @@ class RagRequest:
     """The rank's last message as it came: a stream repeats it with every output."""
     decoded: Answer | None = None
     """That message, decoded. None if that failed."""
-
-    @property
-    def has_begun(self) -> bool:
-        """The bookkeeper has counted it."""
-        return self.plan is not None
 
     @property
     def is_complete(self) -> bool:

@@ -17,7 +17,7 @@ from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.front.answer import answer
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
 from sglang_chunkcache.front.conversation import claimed_history
-from sglang_chunkcache.front.drafter import Drafter, conversation_key
+from sglang_chunkcache.front.drafter import Drafter
 from sglang_chunkcache.front.planner import Planner
 from sglang_chunkcache.front.prompt import (
     PromptAssembler,
@@ -173,7 +173,7 @@ class Bench:
         own = earlier.pop(turn_start(messages), passages or None)
         conversation = None
         if to:
-            key, told = conversation_key(who, to), claimed_history(messages, settings)
+            key, told = who.conversation(to), claimed_history(messages, settings)
             conversation = self.bookkeeper.conversations.of(key, told, start=turn_start(messages))
         draft = self.drafter.chat(
             messages,

@@ -37,6 +37,12 @@ def test_short_ones_are_made_at_once_and_long_ones_in_a_thread() -> None:
     assert short == threading.current_thread().name != long
 
 
+def test_draft_that_was_made_is_not_over() -> None:
+    """It encodes its turn's answer as later turns show it: a long request kept the reasoning."""
+    seen = [asyncio.run(queued(DraftQueue(), lambda is_over: is_over, n)) for n in (1, LONG)]
+    assert [is_over.is_set() for is_over in seen] == [False, False]
+
+
 def held(
     order: list[int], number: int, release: threading.Event
 ) -> Callable[[threading.Event], int]:

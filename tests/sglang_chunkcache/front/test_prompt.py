@@ -26,12 +26,11 @@ from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.prompt import (
     DEFAULT_TEMPLATE,
     PromptAssembler,
-    TemplateSettings,
-    TurnPieces,
     joined,
     read_template,
 )
 from tests.examples import examples
+from tests.kit.pieces import Pieces, pieces_of
 from tests.reference.tiny_tokenizer import CHAT_TEMPLATE, make_spaced_tokenizer, make_tokenizer
 
 TRIMMING = (
@@ -105,12 +104,12 @@ def text(assembler: PromptAssembler, ids: Sequence[int]) -> str:
     return assembler.tokenizer.decode(ids).removeprefix(" ")
 
 
-def ids_of(assembler: PromptAssembler, pieces: TurnPieces, chunks: Sequence[str]) -> list[int]:
+def ids_of(assembler: PromptAssembler, pieces: Pieces, chunks: Sequence[str]) -> list[int]:
     return [*pieces.lead, *body_of(assembler, pieces, chunks)[0]]
 
 
 def body_of(
-    assembler: PromptAssembler, pieces: TurnPieces, chunks: Sequence[str]
+    assembler: PromptAssembler, pieces: Pieces, chunks: Sequence[str]
 ) -> tuple[array[int], tuple[Span, ...]]:
     """What follows the lead: ids, and the chunks' spans in them."""
     items = [assembler.chunk(chunk, "t") for chunk in chunks]
@@ -135,7 +134,7 @@ def test_prompt_decodes_to_the_rendered_template(kind: str, template: str, num_c
     assembler = make_assembler(kind, template)
     chunks = CHUNK_TEXTS[:num_chunks]
     system = {"role": "system", "content": "Be brief."}
-    pieces = assembler.turn([system, user("Wer? 中")], num_agreed=0, has_chunks=bool(chunks))
+    pieces = pieces_of(assembler, [system, user("Wer? 中")], has_chunks=bool(chunks))
     content = "".join(chunk + "\n\n" for chunk in chunks) + "Wer? 中"
     assert text(assembler, ids_of(assembler, pieces, chunks)) == render(
         assembler, [system, user(content)]
@@ -148,8 +147,8 @@ def test_later_turn_continues_the_earlier_one(kind: str, template: str) -> None:
     """Turn 1, its answer and turn 2's pieces in a row are the whole conversation as rendered."""
     assembler = make_assembler(kind, template)
     first, answer, second = user("Who?"), assistant("Bako."), user("And then?")
-    one = assembler.turn([first], num_agreed=0, has_chunks=True)
-    two = assembler.turn([first, answer, second], num_agreed=2, has_chunks=True)
+    one = pieces_of(assembler, [first])
+    two = pieces_of(assembler, [first, answer, second], num_agreed=2)
     ids = [
         *ids_of(assembler, one, CHUNK_TEXTS[:1]),
         *assembler.tokenizer.encode("Bako."),
@@ -171,7 +170,7 @@ def test_later_turn_continues_the_earlier_one(kind: str, template: str) -> None:
 def test_any_text_round_trips(kind: str, chunks: list[str], question: str) -> None:
     """Unicode, control characters, template-like text: nothing changes between chunks."""
     assembler = make_assembler(kind)
-    pieces = assembler.turn([user(question)], num_agreed=0, has_chunks=bool(chunks))
+    pieces = pieces_of(assembler, [user(question)], has_chunks=bool(chunks))
     content = "".join(chunk + "\n\n" for chunk in chunks) + question
     assert text(assembler, ids_of(assembler, pieces, chunks)) == render(assembler, [user(content)])
 
@@ -180,7 +179,7 @@ def test_any_text_round_trips(kind: str, chunks: list[str], question: str) -> No
 def test_chunk_has_the_same_ids_wherever_it_stands(kind: str) -> None:
     """Identity must not depend on neighbours, or nothing is ever reused."""
     assembler = make_assembler(kind)
-    pieces = assembler.turn([user("Q")], num_agreed=0, has_chunks=True)
+    pieces = pieces_of(assembler, [user("Q")])
     seen: dict[str, set[tuple[int, ...]]] = {}
     for chunks in (CHUNK_TEXTS, CHUNK_TEXTS[::-1]):
         body, spans = body_of(assembler, pieces, chunks)
@@ -202,7 +201,7 @@ def test_template_texts_stand_around_chunks_and_question(chunks: list[str], show
     template = "Use:\n{chunks}Now {question} please."
     assembler = PromptAssembler(tokenizer_of("byte_level"), template=template, separator="\n")
     question = user("{chunks}{question}?")  # of a user it is only text
-    pieces = assembler.turn([question], num_agreed=0, has_chunks=bool(chunks))
+    pieces = pieces_of(assembler, [question], has_chunks=bool(chunks))
     assert text(assembler, ids_of(assembler, pieces, chunks)) == render(assembler, [user(shown)])
 
 
@@ -240,7 +239,7 @@ def test_chunks_stay_with_the_last_user_message(kind: str, after: list[dict[str,
     tools = [{"name": "f"}]
     before = [{"role": "system", "content": "Be brief."}, user("a"), CALL, RESULT, assistant("b")]
     asked = [*before, user("Who?"), *after]
-    pieces = assembler.turn(asked, num_agreed=0, has_chunks=True, settings=TemplateSettings(tools))
+    pieces = pieces_of(assembler, asked, has_chunks=True, tools=tools)
     asked[len(before)] = user(CHUNK_TEXTS[0] + "\n\nWho?")
     shown = [{**message, "content": message["content"] or ""} for message in asked]
     if shown[-1]["role"] == "assistant":
@@ -256,7 +255,7 @@ def test_steps_of_a_tool_loop_share_the_turn() -> None:
     earlier = [user("a"), assistant("b")]
     for history, num_agreed in (([], 0), (earlier, 2)):
         steps = [
-            assembler.turn([*history, user("Who?"), *after], num_agreed=num_agreed, has_chunks=True)
+            pieces_of(assembler, [*history, user("Who?"), *after], num_agreed=num_agreed)
             for after in ([], [CALL, RESULT], [CALL, RESULT, CALL, RESULT])
         ]
         assert len({(step.lead, step.intro) for step in steps}) == 1
@@ -317,7 +316,7 @@ def test_parts_are_shown_as_sglang_shows_them(
         template=template, content_format=detect_jinja_template_content_format(TEMPLATES[template])
     )
     chunks = CHUNK_TEXTS[:num_chunks]
-    pieces = assembler.turn(messages, num_agreed=0, has_chunks=bool(chunks))
+    pieces = pieces_of(assembler, messages, has_chunks=bool(chunks))
     shown: list[dict[str, Any]] = deepcopy(messages)
     place = max(i for i, message in enumerate(shown) if message["role"] == "user")
     if chunks:
@@ -353,7 +352,7 @@ def test_what_cannot_be_assembled_is_a_400(
         broken = None if template == "none" else template
         monkeypatch.setattr(assembler._tokenizer, "chat_template", broken)
     with pytest.raises(RequestError, match=named):
-        assembler.turn(messages, num_agreed=0, has_chunks=True)
+        pieces_of(assembler, messages)
 
 
 def test_chunk_is_remembered() -> None:

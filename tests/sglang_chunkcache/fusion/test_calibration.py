@@ -27,6 +27,7 @@ from sglang_chunkcache.fusion.calibration_trial import Calibrator, calibrate
 from sglang_chunkcache.fusion.trial_rows import Means
 from sglang_chunkcache.wire.state import CalibrationPrompt
 from tests import models
+from tests.kit.pieces import pieces_of
 from tests.kit.tensors import means_of
 
 NUM_ADDED = 4
@@ -83,9 +84,7 @@ def canned(num_prompts: int) -> list[CalibrationPrompt]:
     found = []
     for line in CANNED.read_text(encoding="utf-8").splitlines()[:num_prompts]:
         example = json.loads(line)
-        pieces = assembler.turn(
-            [{"role": "user", "content": example["question"]}], num_agreed=0, has_chunks=True
-        )
+        pieces = pieces_of(assembler, [{"role": "user", "content": example["question"]}])
         chunks = [list(assembler.chunk(text, "").token_ids) for text in example["chunks"]]
         found.append(CalibrationPrompt([*pieces.lead, *pieces.intro], chunks, list(pieces.outro)))
     return found
