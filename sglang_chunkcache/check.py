@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_chunkcache import config
+from sglang_chunkcache.chunk_files import read_examples
 from sglang_chunkcache.client import Client, ServerError
-from sglang_chunkcache.examples import read_examples
 from sglang_chunkcache.own_selectors import check_selectors
 from sglang_chunkcache.removed import add_removed_flags
 from sglang_chunkcache.wire.message import decode

@@ -1,5 +1,8 @@
-"""The files that `python -m sglang_chunkcache.preprocess` reads, of which it tells the format:
-chunks, and their neighbours."""
+"""The files that commands read, one JSON object a line, perhaps gzipped: chunks with neighbours, of
+which `python -m sglang_chunkcache.preprocess` tells the format, and questions with right answers.
+
+    {"question": "...", "chunks": ["...", ...], "answers": ["...", ...]}
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,17 @@ import json
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_chunkcache.errors import ServerError
+
+
+class Example(NamedTuple):
+    """One validation question."""
+
+    question: str
+    chunks: tuple[str, ...]
+    answers: tuple[str, ...]
 
 
 def read_corpus(path: Path) -> dict[str, str]:
@@ -49,6 +60,27 @@ def read_neighbors(path: Path, known: Iterable[str]) -> dict[str, list[str]]:
         # A search by a chunk's own text finds the chunk itself first.
         neighbors[names[name]] = [names[item] for item in dict.fromkeys(ids) if item != name]
     return neighbors
+
+
+def read_examples(path: Path) -> list[Example]:
+    """Raises ServerError naming file and line."""
+    examples = []
+    for where, row in _rows(path):
+        if not row.keys() >= {*Example._fields}:
+            raise ServerError(f"{where}: needs question, chunks and answers")
+        question, chunks, answers = (row[name] for name in Example._fields)
+        if not isinstance(chunks, list) or not isinstance(answers, list):
+            raise ServerError(f"{where}: chunks and answers must be lists")
+        texts = [question, *chunks, *answers]
+        if not chunks or not answers or not all(isinstance(text, str) and text for text in texts):
+            raise ServerError(
+                f"{where}: question, chunks and answers must be texts that are not empty"
+            )
+        examples.append(Example(question, tuple(chunks), tuple(answers)))
+    # The server would calibrate on made-up questions instead, without a word.
+    if not examples:
+        raise ServerError(f"{path}: no examples")
+    return examples
 
 
 # Private, in order of use
