@@ -14,7 +14,8 @@ from eval.replay.fused_count import FusedCount
 from eval.replay.grid import DEFAULTS, Cell
 from eval.replay.trace import TraceFacts, TraceRequest
 from eval.replay.verdict import capacity_name
-from sglang_chunkcache.config import ChunkCacheConfig, help_texts
+from sglang_chunkcache import ChunkCacheConfig
+from sglang_chunkcache.config import help_texts
 from sglang_chunkcache.removed import add_removed_flags
 
 KNOBS = (

@@ -243,7 +243,7 @@ class Metrics:
                 more["multiprocess_mode"] = "mostrecent"
             elif kind == "Histogram":
                 more["buckets"] = BUCKETS_S[name]
-            create = getattr(prometheus_client, kind)
+            create = vars(prometheus_client)[kind]
             self._exported[name] = create(f"chunkcache:{name}", text, names.split(), **more)
         return self._exported[name].labels(*labels) if labels else self._exported[name]
 
