@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from sglang_chunkcache.config import ChunkCacheConfig
     from sglang_chunkcache.front.guard.lethal import Guard
     from sglang_chunkcache.front.misplaced import Misplaced
+    from sglang_chunkcache.front.parts import Parts
     from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 
 GET_INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
@@ -51,18 +52,14 @@ UPDATES = [
 GENERATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 
 
-def register_hooks(
-    settings: ChunkCacheConfig | None,
-    *,
-    misplaced: Misplaced | None = None,
-    guard: Guard | None = None,
-) -> None:
+def register_hooks(settings: ChunkCacheConfig | None, front: Parts | None) -> None:
     """Register every hook; SGLang applies them when all plugins are loaded.
-    `misplaced`, `guard`: of the main process."""
+    `front`: of the main process."""
     for target, hook, when in _hooks(settings):
         HookRegistry.register(target, hook, when)
-    if misplaced is not None:
-        HookRegistry.register(GENERATE_REQUEST, _watched(misplaced, guard), HookType.AROUND)
+    if front is not None:
+        guard = front.guard if front.config.guard == "on" else None
+        HookRegistry.register(GENERATE_REQUEST, _watched(front.misplaced, guard), HookType.AROUND)
 
 
 def missing_hooks(settings: ChunkCacheConfig, *, is_main: bool) -> list[str]:

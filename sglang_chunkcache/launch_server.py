@@ -172,11 +172,7 @@ def _choose_tree(server_args: Any, fail: Callable[[str], NoReturn]) -> bool:
     except ValueError as error:
         fail(str(error))
     if settings.is_stock and not asked.is_stock:
-        print(
-            f"chunk cache: found {', '.join(found)}: the tree is SGLang's, and no KV is moved",
-            file=sys.stderr,
-            flush=True,
-        )
+        _say(f"chunk cache: found {', '.join(found)}: the tree is SGLang's, and no KV is moved")
     os.environ.update(settings.to_env())
     return not settings.is_stock
 
@@ -248,29 +244,27 @@ def _run(flags: list[str], *, stock: bool, retriever: Any, fail: Callable[[str],
         if stock:
             launch_server(server_args)
         else:
-            from sglang_chunkcache.front.app import search_with, serve_as, started
+            from sglang_chunkcache.front.app import installed
             from sglang_chunkcache.front.startup import check_ranks, warm_up
 
-            settings = config.from_env()
+            front, settings = installed(), config.from_env()
             assert settings is not None
-            serve_as(settings)
-            if retriever is not None:
-                search_with(retriever)
+            front.config, front.retriever = settings, retriever  # its tree was not decided yet
             model, device = server_args.model_path, server_args.device
-            print(
-                f"chunk cache {__version__}: loading {model} on {device}",
-                file=sys.stderr,
-                flush=True,
-            )
+            _say(f"chunk cache {__version__}: loading {model} on {device}")
             signal.signal(signal.SIGTERM, _end)  # until front/drain.py listens
             launch_server(
                 server_args,
                 execute_warmup_func=warm_up,
-                launch_callback=lambda: check_ranks(server_args, retriever, started=started),
+                launch_callback=lambda: check_ranks(server_args, front),
             )
     finally:
         # As SGLang's launcher: after a failed start children would hold the device's memory.
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _end(*_: object) -> NoReturn:
