@@ -17,13 +17,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 import time
 from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, NamedTuple
+from threading import Condition, Event, Lock, Thread
+from typing import TYPE_CHECKING
 
 from retrieval.errors import CorruptIndexError, RetrievalError
 from sglang_chunkcache.front.metrics import Metrics
@@ -50,34 +50,23 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class RetrievalState:
-    """Whether requests can be searched for.
-
-    Attributes:
-        name: "up"; "stale": answers come from an index that its directory does not hold any more,
-            since what is there cannot be served; "down": the last search failed, or the index is
-            damaged.
-        reason: of "stale" and "down".
-        since: when the state, or its reason, began.
-    """
+    """Whether requests can be searched for."""
 
     name: str
+    """"up"; "stale": answers come from an index that its directory does not hold any more, since
+    what is there cannot be served; "down": the last search failed, or the index is damaged."""
     reason: str | None
+    """Of "stale" and "down"."""
     since: datetime
-
-
-class _Settings(NamedTuple):
-    """What queries must share to be searched together.
-    k too: a larger one would cost the others, and may break ties anew."""
-
-    k: int
-    mode: Mode
-    nprobe: int
+    """When the state, or its reason, began."""
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
     query: str
-    settings: _Settings
+    settings: tuple[int, Mode, int]
+    """k, mode, nprobe: queries that share them are searched together. k too: a larger one would
+    cost the others, and may break ties anew."""
     future: asyncio.Future[Found]
     since: float
 
@@ -105,19 +94,20 @@ class SearchQueue:
         self._max_batch, self._max_waiting, self._refresh_s = max_batch, max_waiting, refresh_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: deque[_Waiting] = deque()
-        self._changed = threading.Condition()
-        self._closed = threading.Event()
+        self._changed = Condition()
+        self._closed = Event()
         self.num_batches = 0
         self._failure: str | None = None  # of the last search
         self._refusal: str | None = None  # of the last look at the index's directory
-        self._noting = threading.Lock()
-        self._state = RetrievalState("up", None, datetime.now(UTC))
+        self._noting = Lock()
+        self.state = RetrievalState("up", None, datetime.now(UTC))
+        """Whether requests can be searched for."""
         metrics.show_retrieval("up")
-        self._threads = [threading.Thread(target=self._work, name="retrieval", daemon=True)]
-        if refresh_s:
-            self._threads.append(
-                threading.Thread(target=self._refresh, name="retrieval-refresh", daemon=True)
-            )
+        work = {
+            "retrieval": self._work,
+            **({"retrieval-refresh": self._refresh} if refresh_s else {}),
+        }
+        self._threads = [Thread(target=each, name=name, daemon=True) for name, each in work.items()]
         for thread in self._threads:
             thread.start()
 
@@ -131,17 +121,15 @@ class SearchQueue:
             Exception: whatever else its search raised; logged.
         """
         self._loop = asyncio.get_running_loop()
-        item = _Waiting(
-            query, _Settings(k, mode, nprobe), self._loop.create_future(), time.perf_counter()
-        )
-        with self._changed:
-            has_room = len(self._waiting) < self._max_waiting
-            if has_room:
-                self._waiting.append(item)
-                self._changed.notify()
-        if not has_room:
+        # only the event loop makes it longer
+        if len(self._waiting) >= self._max_waiting:
             self._metrics.count("searches", "full")
             raise QueueFullError(f"{self._max_waiting} searches wait already; try again later")
+        future, since = self._loop.create_future(), time.perf_counter()
+        item = _Waiting(query, (k, mode, nprobe), future, since)
+        with self._changed:
+            self._waiting.append(item)
+            self._changed.notify()
         try:
             return await item.future
         except asyncio.CancelledError:
@@ -152,11 +140,6 @@ class SearchQueue:
     def num_waiting(self) -> int:
         """Requests whose search has not begun."""
         return len(self._waiting)
-
-    @property
-    def state(self) -> RetrievalState:
-        """Whether requests can be searched for."""
-        return self._state
 
     def close(self) -> None:
         """End the threads; what waits is not answered any more."""
@@ -170,7 +153,7 @@ class SearchQueue:
 
     def _work(self) -> None:
         while not self._closed.is_set():
-            groups: defaultdict[_Settings, list[_Waiting]] = defaultdict(list)
+            groups: defaultdict[tuple[int, Mode, int], list[_Waiting]] = defaultdict(list)
             for item in self._take():
                 groups[item.settings].append(item)
             for items in groups.values():
@@ -189,12 +172,11 @@ class SearchQueue:
 
     def _search(self, items: Sequence[_Waiting]) -> None:
         """Search for queries of the same settings."""
-        start = time.perf_counter()
+        start, (k, mode, nprobe) = time.perf_counter(), items[0].settings
         outcome: SearchResult | Exception
         try:
-            outcome = self._retriever.search(
-                [item.query for item in items], **items[0].settings._asdict()
-            )
+            queries = [item.query for item in items]
+            outcome = self._retriever.search(queries, k=k, mode=mode, nprobe=nprobe)
         except Exception as error:
             if len(items) > 1:  # one query's fault is not its neighbours': each alone
                 for item in items:
@@ -222,9 +204,8 @@ class SearchQueue:
         if isinstance(outcome, Exception):
             # an error is of one query: `_search` has tried each of a batch alone
             if not items[0].future.done():
-                self._metrics.count(
-                    "searches", "refused" if is_clients_fault(outcome) else "failed"
-                )
+                kind = "refused" if is_clients_fault(outcome) else "failed"
+                self._metrics.count("searches", kind)
                 items[0].future.set_exception(outcome)
             return
         for phase, ms in outcome.ms.items():
@@ -241,9 +222,8 @@ class SearchQueue:
         while not self._closed.wait(self._refresh_s):
             try:
                 if self._retriever.refresh():
-                    logger.info(
-                        "retrieval: now serving generation %s", self._retriever.info()["generation"]
-                    )
+                    generation = self._retriever.info()["generation"]
+                    logger.info("retrieval: now serving generation %s", generation)
                     if self._retriever.notice:
                         logger.warning("retrieval: %s", self._retriever.notice)
                     self._failure = None
@@ -257,15 +237,11 @@ class SearchQueue:
         # both threads derive it: without the lock a state could replace a newer one
         with self._noting:
             # damage first: it lasts, while the last failure may have been of one query
-            if reason := self._retriever.damage or self._failure:
-                name = "down"
-            elif reason := self._refusal:
-                name = "stale"
-            else:
-                name = "up"
-            if (name, reason) == (self._state.name, self._state.reason):
+            damage, refusal = self._retriever.damage or self._failure, self._refusal
+            name, reason = "down" if damage else "stale" if refusal else "up", damage or refusal
+            if (name, reason) == (self.state.name, self.state.reason):
                 return
-            self._state = RetrievalState(name, reason, datetime.now(UTC))
+            self.state = RetrievalState(name, reason, datetime.now(UTC))
             self._metrics.show_retrieval(name)
         if name == "down":
             logger.error("retrieval: down: %s", reason)

@@ -462,6 +462,6 @@ def test_switched_off(knobs: dict[str, Any]) -> None:
     assert bench.bookkeeper.audit is None
     fusion = FUSION if knobs["reuse"] == "fused" else None
     assert bench.plan("q", A, fusion=fusion).terms is None
-    stats = Auditor(bench.bookkeeper, Ranks()).stats()
+    stats = Auditor(bench.bookkeeper, Ranks()).stats()  # type: ignore[arg-type]
     assert (stats["share"], stats["target"], stats["waiting"]) == (0.0, None, 0)
     assert (stats["terms"], stats["figures"]) == ({}, [])
