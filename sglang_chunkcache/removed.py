@@ -7,6 +7,10 @@ import argparse
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+SELECTORS = "--chunkcache-selectors eval.selectors"
+MOVED_SELECTORS = ("random", "h2o", "prophet", "set")
+"""To the harness."""
+
 REMOVED: dict[str, str] = {
     "--chunkcache-tail": (
         "chunks that the window has seen come first; the others are in `python -m eval replay"
@@ -64,16 +68,11 @@ REMOVED: dict[str, str] = {
         "chunks are scored where the selector of the request that stores them, or the server's,"
         " reads scores"
     ),
-    "--chunkcache-selector random": "`--chunkcache-selectors eval.selectors` has it",
-    "--chunkcache-selector h2o": "`--chunkcache-selectors eval.selectors` has it",
-    "--chunkcache-selector prophet": "`--chunkcache-selectors eval.selectors` has it",
-    "--chunkcache-selector set": "`--chunkcache-selectors eval.selectors` has it",
-    "reuse.selector random": "a server started with `--chunkcache-selectors eval.selectors` has it",
-    "reuse.selector h2o": "a server started with `--chunkcache-selectors eval.selectors` has it",
-    "reuse.selector prophet": (
-        "a server started with `--chunkcache-selectors eval.selectors` has it"
-    ),
-    "reuse.selector set": "a server started with `--chunkcache-selectors eval.selectors` has it",
+    **{f"--chunkcache-selector {name}": f"`{SELECTORS}` has it" for name in MOVED_SELECTORS},
+    **{
+        f"reuse.selector {name}": f"a server started with `{SELECTORS}` has it"
+        for name in MOVED_SELECTORS
+    },
     "reuse.floor": "give a higher ratio",
     "reuse.without": "all parts of `context` count",
     "reuse.focus refill": "`spare` leaves the other chunks as moved, `off` has no focus",
@@ -89,16 +88,13 @@ REMOVED: dict[str, str] = {
 """What to use instead, by a flag, a field's path in the request body,
 or either with one of its values behind a space."""
 
-SERVER_FLAGS = tuple(
-    name for name in REMOVED if name.startswith("--chunkcache-") and " " not in name
-)
+SERVER_FLAGS = [name for name in REMOVED if name.startswith("--chunkcache-") and " " not in name]
 
 
 def refusal(name: str, value: object = None) -> str | None:
     """Why this flag or field, or this value of it, is refused; None where it was not removed."""
-    advice = REMOVED.get(
-        name if value is None else f"{name} {value}" if isinstance(value, str) else ""
-    )
+    named = name if value is None else f"{name} {value}" if isinstance(value, str) else ""
+    advice = REMOVED.get(named)
     return advice and f"was removed: {advice}"
 
 
@@ -111,10 +107,6 @@ def add_removed_flags(parser: argparse.ArgumentParser, flags: Iterable[str] = SE
 
 class _Refuse(argparse.Action):
     def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        _namespace: Any,
-        _values: Any,
-        flag: str | None = None,
+        self, parser: argparse.ArgumentParser, _: Any, _values: Any, flag: str | None = None
     ) -> NoReturn:
         parser.error(f"{flag} {refusal(flag or '')}")
