@@ -149,21 +149,16 @@ class EventMirror(StockMirror):
         assert self._blocks is not None
         tree, rank = self._tree, self.rank
         for place in places:
-            node, tier = tree.nodes.find(place.chain), self._blocks.tier(place)
-            promoted = int(node is not None and node.promoted)
-            if node is not None and node.is_held(rank):
+            tier = self._blocks.tier(place)
+            if self._holds(place.chain):
                 if tier is None:
                     tree.evict(place.chain, rank=rank)
                 else:
                     tree.move(place.chain, rank=rank, tier=tier)
             elif tier is None or place.chunk is None:
                 continue
-            elif place.parent is None:
-                tree.insert(
-                    place.namespace, [place.chunk], rank=rank, tier=tier, promoted_len=promoted
-                )
             # else what it is behind has left
-            elif (above := tree.nodes.find(place.parent)) is not None and above.is_held(rank):
-                tree.extend(
-                    place.parent, [place.chunk], rank=rank, tier=tier, promoted_len=promoted
-                )
+            elif place.parent is None or self._holds(place.parent):
+                node = tree.nodes.find(place.chain)
+                promoted = int(node is not None and node.promoted)
+                self._place(place.namespace, place.parent, place.chunk, tier, promoted)
