@@ -57,12 +57,8 @@ def flags_for(args: Any) -> list[str]:
         return []
     own = None if args.kv_events_config or args.nnodes > 1 else own_config()
     if own is None:
-        print(
-            "chunk cache: no KV events can be heard: what SGLang's tree has lost is assumed by the"
-            " least recent use",
-            file=sys.stderr,
-            flush=True,
-        )
+        lost = "what SGLang's tree has lost is assumed by the least recent use"
+        print(f"chunk cache: no KV events can be heard: {lost}", file=sys.stderr, flush=True)
         return []
     return ["--kv-events-config", own]
 

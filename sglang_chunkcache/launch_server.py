@@ -78,12 +78,12 @@ def main(argv: list[str]) -> None:
             check_selectors(settings)
     except ValueError as error:
         parser.error(str(error))
+    retriever = None
     if args.stock:
         # Inherited from a server of ours, it would turn the hooks on in a stock one.
         os.environ.pop(config.ENV_VAR, None)
-        retriever = None
     else:
-        if any(flag.split("=", 1)[0] == "--log-level" for flag in rest):
+        if "--log-level" in _names(rest):
             settings = dataclasses.replace(settings, log="all")
         os.environ.update(settings.to_env())
         quiet.hide(settings)
@@ -91,7 +91,8 @@ def main(argv: list[str]) -> None:
             parser.error("--encoder needs --index")
         # Before SGLang and the model are loaded, so that a bad index is reported at once. Only this
         # process loads the index.
-        retriever = _open_index(settings, parser.error) if settings.index is not None else None
+        if settings.index is not None:
+            retriever = _open_index(settings, parser.error)
     _run(rest, stock=args.stock, retriever=retriever, fail=parser.error)
 
 
@@ -131,7 +132,7 @@ def found_models(rest: list[str]) -> list[str]:
         if flags[index - 1] in MODEL_FLAGS:
             flags[index] = find_model(flags[index], file="config.json")
     # The file of SGLang's --config may name the model.
-    if not {"--model-path", "--model", "--config"} & {flag.split("=", 1)[0] for flag in flags}:
+    if not {"--model-path", "--model", "--config"} & _names(flags):
         raise ValueError(
             "--model-path is missing: a model's folder, its name on the Hugging Face hub, or"
             " bundled"
@@ -141,15 +142,17 @@ def found_models(rest: list[str]) -> list[str]:
 
 def server_flags(rest: list[str]) -> list[str]:
     """SGLang's flags: the user's, and what the CPU path needs."""
-    rest = list(rest)
-    given = {flag.split("=", 1)[0] for flag in rest if flag.startswith("--")}
     import torch
 
-    if not torch.cuda.is_available():
-        for flag, value in CPU_FLAGS.items():
-            if flag not in given:
-                rest += [flag] if value is None else [flag, value]
-    return rest
+    if torch.cuda.is_available():
+        return [*rest]
+    needed = {flag: value for flag, value in CPU_FLAGS.items() if flag not in _names(rest)}
+    return [*rest, *(each for pair in needed.items() for each in pair if each is not None)]
+
+
+def _names(flags: list[str]) -> set[str]:
+    """Of the flags among the words of a command line."""
+    return {flag.partition("=")[0] for flag in flags if flag.startswith("--")}
 
 
 def _choose_tree(server_args: Any, fail: Callable[[str], NoReturn]) -> bool:

@@ -127,22 +127,17 @@ class Drain:
         self._readiness.is_leaving = True
         # No balancer sends requests to a server that is not ready, so nobody needs the time.
         if is_ready and self._lame_duck_s:
-            logger.info(
-                "chunk cache: SIGTERM: not ready any more, requests are served for %g s",
-                self._lame_duck_s,
-            )
+            told = "chunk cache: SIGTERM: not ready any more, requests are served for %g s"
+            logger.info(told, self._lame_duck_s)
             await asyncio.sleep(self._lame_duck_s)
         # SGLang's sigterm_watchdog ends the process when no request is left, amid a sleep below.
-        manager.gracefully_exit = True
+        manager.gracefully_exit, limit_s = True, self._limit_s
         logger.info(
-            "chunk cache: SIGTERM: new requests are refused, running ones have %g s", self._limit_s
+            "chunk cache: SIGTERM: new requests are refused, running ones have %g s", limit_s
         )
-        await asyncio.sleep(self._limit_s)
-        logger.warning(
-            "chunk cache: after %g s %d requests are aborted",
-            self._limit_s,
-            len(manager.rid_to_state),
-        )
+        await asyncio.sleep(limit_s)
+        num_left = len(manager.rid_to_state)
+        logger.warning("chunk cache: after %g s %d requests are aborted", limit_s, num_left)
         manager.abort_request(abort_all=True)
         await asyncio.sleep(LAST_S)
         logger.error("chunk cache: the server has not ended %g s after that, killing it", LAST_S)

@@ -48,18 +48,15 @@ def open_retriever(config: ChunkCacheConfig) -> Retriever:
             verify=config.index_verify == "on",
             threads=config.retrieve_threads,
         )
-        mode = default_mode(retriever, config)
-        if mode not in retriever.modes:
-            flag = flag_name("retrieve_mode")
-            raise RetrievalError(
-                f"{flag} {mode}: the index {config.index} offers {', '.join(retriever.modes)}"
-            )
+        mode, modes = default_mode(retriever, config), retriever.modes
+        if mode not in modes:
+            offers = f"the index {config.index} offers {', '.join(modes)}"
+            raise RetrievalError(f"{flag_name('retrieve_mode')} {mode}: {offers}")
         tried = "fusion" if mode == "filled" else mode  # words alone might fill the list
         retriever.search(["Does it work?"], k=1, mode=tried, nprobe=config.retrieve_nprobe)
     except ModuleNotFoundError as error:  # FAISS at once, others only where the index needs them
-        raise RetrievalError(
-            f"needs the extra 'retrieval': {error.name} is not installed"
-        ) from None
+        missing = f"needs the extra 'retrieval': {error.name} is not installed"
+        raise RetrievalError(missing) from None
     if retriever.notice:
         logger.warning("retrieval: %s", retriever.notice)
     return retriever
@@ -78,19 +75,16 @@ def check_tokenizer(retriever: Retriever, path: str) -> None:
     # a tokenizer without tokenizer.json: no reason to stop a server
     with contextlib.suppress(RetrievalError, OSError):
         if load_tokens(path).name.rpartition("@")[2] != name.rpartition("@")[2]:
-            logger.warning(
-                "retrieval: that is not the served model's tokenizer: passages are longer or"
-                " shorter for it"
-            )
+            told = "that is not the served model's tokenizer: passages are longer or shorter for it"
+            logger.warning("retrieval: %s", told)
 
 
 def calibrates(config: ChunkCacheConfig, ranks: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the start-up measures where the model keeps its evidence:
     where a selector reads it that is not known yet."""
-    is_read = config.calibrate == "on" or (
-        config.calibrate == "auto" and config.selector == "critical"
-    )
-    return is_read and not all(rank["calibration"]["figures"] for rank in ranks)
+    is_auto, is_read = config.calibrate == "auto", config.selector == "critical"
+    is_wanted = config.calibrate == "on" or (is_auto and is_read)
+    return is_wanted and not all(rank["calibration"]["figures"] for rank in ranks)
 
 
 def warm_up(server_args: Any) -> bool:
