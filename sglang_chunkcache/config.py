@@ -33,48 +33,40 @@ SHORT_FLAGS = {
 SELECTORS = ("none", "first", "deviation", "query", "critical", "context")
 """Names of our selectors; tests check that each has its file in `fusion/selectors/`."""
 
+# Of a request's `reuse`
 MAX_ALPHA = 1000.0
 """Far above the alpha that recomputes every chunk whole."""
-
 MAX_FIRST_TOKENS = 1_000_000
 """Of each chunk: more than any has."""
-
 MAX_LAYERS = 1000
 """More than any model has. A number beyond the model's own layers is its last one."""
 
+# Of host memory
 MAX_COPIES = 8
 """Device copies of one chunk that a plan looks at, latest first:
 a popular chunk is cached in hundreds of chains."""
-
 MAX_WAITING_CAPTURES = 256
 """Chunks that wait to enter the store. More are dropped."""
-
 MAX_KEPT_S = 0.002
 """Of copies to host memory after one forward, which the answers under way wait for: a token of an
 8B model takes 7 ms on an H100. By what loads take, over the same bus."""
-
 MAX_CAPTURED_TOKENS = 512
 """Of chunks that are scored after one forward, or stored where no load was measured."""
-
 MAX_WAITING_SAVES = 1024
 """Nodes that wait for host memory. More come again with their next hit."""
-
 MAX_SAVED_TOKENS = 512
 """Of nodes copied to host memory after one forward, but for the last, where no load was
 measured."""
 
+# Of a storage
 MAX_WAITING = 64
 """Loads, and likewise writes, that are asked for and not polled yet. More are not taken."""
-
 MAX_WAITING_S = 4.0
 """Of these, by what they are estimated to take. One is taken whatever its size."""
-
 MAX_WAITING_BYTES = 512 << 20
 """Where nobody knows yet what they take."""
-
 MAX_SHARE = 0.5
 """Of the memory that they are loaded into or written from, and hold meanwhile."""
-
 MAX_LOADED_VARIANTS = 2
 """Of one chunk, from the storage for one request."""
 
@@ -84,7 +76,6 @@ only what two heads have in common is read of them."""
 
 STORAGE_BACKENDS = ("file", "dynamic")
 """Of HiCache's, those that read and write one tensor by its key."""
-
 STORE_CODECS = ("none", "int8", "int4")
 """Of storage/codec.py, which needs torch."""
 
