@@ -37,11 +37,15 @@ class Client:
 
     def get(self, path: str) -> dict[str, Any]:
         """The answer's JSON object."""
-        return self.post(path, None)
+        return self._call("GET", path)
 
-    def post(self, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-        """The answer's JSON object. Without a body it is asked for by GET."""
-        method = "GET" if body is None else "POST"
+    def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
+        """The answer's JSON object."""
+        return self._call("POST", path, body)
+
+    def _call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         try:
             answer = self._session.request(method, self.url + path, json=body, timeout=600)
             # Before raise_for_status: who sends many requests goes on behind a refused one.

@@ -45,7 +45,6 @@ CPU_FLAGS = {
 """The flags that SGLang's CPU path needs without `sgl_kernel`.
 The pool is small because it is in the machine's main memory."""
 
-
 MODEL_FLAGS = ("--model-path", "--model", "--tokenizer-path")
 """SGLang's flags that take a model's name."""
 
@@ -92,7 +91,13 @@ def main(argv: list[str]) -> None:
         # Before SGLang and the model are loaded, so that a bad index is reported at once. Only this
         # process loads the index.
         if settings.index is not None:
-            retriever = _open_index(settings, parser.error)
+            from retrieval.errors import RetrievalError
+            from sglang_chunkcache.front.startup import open_retriever
+
+            try:
+                retriever = open_retriever(settings)
+            except (RetrievalError, OSError) as error:
+                parser.error(f"--index: {error}")
     _run(rest, stock=args.stock, retriever=retriever, fail=parser.error)
 
 
@@ -133,10 +138,8 @@ def found_models(rest: list[str]) -> list[str]:
             flags[index] = find_model(flags[index], file="config.json")
     # The file of SGLang's --config may name the model.
     if not {"--model-path", "--model", "--config"} & _names(flags):
-        raise ValueError(
-            "--model-path is missing: a model's folder, its name on the Hugging Face hub, or"
-            " bundled"
-        )
+        named = "a model's folder, its name on the Hugging Face hub, or bundled"
+        raise ValueError(f"--model-path is missing: {named}")
     return flags
 
 
@@ -199,9 +202,8 @@ def _check_storage(settings: config.ChunkCacheConfig) -> None:
     flag, name = config.flag_name("storage_backend"), settings.storage_backend
     if name is None:
         if settings.storage_backend_extra_config is not None or settings.storage_mib:
-            raise ValueError(
-                f"{flag} is missing: the storage's other flags mean nothing without it"
-            )
+            lonely = "the storage's other flags mean nothing without it"
+            raise ValueError(f"{flag} is missing: {lonely}")
         return
     if name not in config.STORAGE_BACKENDS:
         supported = " and ".join(config.STORAGE_BACKENDS)
@@ -224,16 +226,6 @@ def _check_storage(settings: config.ChunkCacheConfig) -> None:
     # Their errors come here in a moment, in a rank only when the model is loaded.
     extra_config(settings)
     secret_of(os.environ)
-
-
-def _open_index(settings: config.ChunkCacheConfig, fail: Callable[[str], NoReturn]) -> Any:
-    from retrieval.errors import RetrievalError
-    from sglang_chunkcache.front.startup import open_retriever
-
-    try:
-        return open_retriever(settings)
-    except (RetrievalError, OSError) as error:
-        fail(f"--index: {error}")
 
 
 def _run(flags: list[str], *, stock: bool, retriever: Any, fail: Callable[[str], NoReturn]) -> None:

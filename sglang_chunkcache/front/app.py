@@ -17,13 +17,8 @@ def install(config: ChunkCacheConfig) -> Parts:
     """Put our routes into SGLang's app, and what ends it in front of them."""
     global _parts
     _parts = parts = Parts(config)
-    http_server.app.add_middleware(
-        Drain,
-        parts.readiness,
-        manager=lambda: parts.manager,
-        lame_duck_s=config.lame_duck_s,
-        limit_s=config.drain_s,
-    )
+    limits = {"lame_duck_s": config.lame_duck_s, "limit_s": config.drain_s}
+    http_server.app.add_middleware(Drain, parts.readiness, **limits)
     for method, path, handler in Routes(parts).table():
         # Not include_router: it hides the endpoints from SGLang's auth levels.
         http_server.app.add_api_route(path, handler, methods=[method])

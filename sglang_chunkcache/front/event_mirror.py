@@ -54,12 +54,9 @@ class EventMirror(StockMirror):
     def hear(self, state: RankState) -> None:
         super().hear(state)
         if self._blocks is None:
-            size = state.counts["page_size"]
-            self._blocks = BlockIndex(
-                size,
-                is_paired=state.counts["border"] >= size,
-                max_places=self._tree.max_nodes,
-            )
+            size, max_places = state.counts["page_size"], self._tree.max_nodes
+            is_paired = state.counts["border"] >= size
+            self._blocks = BlockIndex(size, is_paired=is_paired, max_places=max_places)
 
     def take(self, seq: int, payload: bytes) -> None:
         """The next batch, of this number; once the rank has been heard."""
@@ -78,11 +75,8 @@ class EventMirror(StockMirror):
                 if isinstance(event, AllBlocksCleared):
                     self._begin()
                 elif self.is_told:
-                    self._show(
-                        self._blocks.store(event)
-                        if isinstance(event, BlockStored)
-                        else self._blocks.remove(event)
-                    )
+                    is_stored = isinstance(event, BlockStored)
+                    self._show((self._blocks.store if is_stored else self._blocks.remove)(event))
         except ValueError as error:
             logger.warning("chunk cache: KV events of rank %d: %s", self.rank, error)
             self.drop("malformed")
@@ -91,12 +85,10 @@ class EventMirror(StockMirror):
         """Nothing of what the rank has told is believed any more."""
         if self.is_lost:
             return
-        logger.warning(
-            "chunk cache: KV events of rank %d: %s. Until /flush_cache the front assumes that what"
-            " was used least recently leaves first",
-            self.rank,
-            reason,
+        until = (
+            "Until /flush_cache the front assumes that what was used least recently leaves first"
         )
+        logger.warning("chunk cache: KV events of rank %d: %s. %s", self.rank, reason, until)
         self._dropped(reason)
         self._forget_all()
         self.is_told, self.is_lost = False, True

@@ -29,7 +29,7 @@ class Readiness:
     """
 
     def __init__(self, manager: Callable[[], Any]) -> None:
-        self._manager = manager
+        self.manager = manager
         self._asking: asyncio.Task[Any] | None = None
         self._asked = 0.0
         self.is_started = False
@@ -40,7 +40,7 @@ class Readiness:
     def objection(self) -> str | None:
         """Why no requests should come; None: they may.
         Waits for nothing: the ranks are asked for the next time."""
-        manager = self._manager()
+        manager = self.manager()
         # SGLang's own mark is set only at the end of the lame duck
         if self.is_leaving or manager.gracefully_exit:
             return "shutting down"
