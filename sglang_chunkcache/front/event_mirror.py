@@ -74,9 +74,12 @@ class EventMirror(StockMirror):
             for event in batch.events:
                 if isinstance(event, AllBlocksCleared):
                     self._begin()
-                elif self.is_told:
-                    is_stored = isinstance(event, BlockStored)
-                    self._show((self._blocks.store if is_stored else self._blocks.remove)(event))
+                elif not self.is_told:
+                    continue
+                elif isinstance(event, BlockStored):
+                    self._show(self._blocks.store(event))
+                else:
+                    self._show(self._blocks.remove(event))
         except ValueError as error:
             logger.warning("chunk cache: KV events of rank %d: %s", self.rank, error)
             self.drop("malformed")
