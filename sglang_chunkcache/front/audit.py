@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from sglang.srt.environ import envs
 
@@ -30,9 +30,6 @@ from radix_ext.agreement import Row, Tally, compare
 from radix_ext.fusion_request import AskedRatio
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
 from sglang_chunkcache.front.request import Planned, RagRequest
-
-if TYPE_CHECKING:
-    from sglang_chunkcache.front.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -116,6 +113,17 @@ class Check:
     since: float
 
 
+class Prefills(Protocol):
+    """The engine, which makes the audit and so cannot be imported here."""
+
+    @property
+    def max_prompt_len(self) -> int: ...
+
+    async def has_room(self, rank: int, num_tokens: int) -> bool: ...
+
+    async def prefill(self, check: Check, *, top: int) -> Mapping[str, Any]: ...
+
+
 @dataclass(slots=True)
 class Listener:
     """Takes an answer's best tokens out of SGLang's outputs,
@@ -165,7 +173,7 @@ class Auditor:
     def __init__(
         self,
         bookkeeper: Bookkeeper,
-        engine: Engine,
+        engine: Prefills,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:

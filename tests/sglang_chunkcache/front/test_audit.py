@@ -69,7 +69,7 @@ class Bed:
     def __init__(self, *, share: float = 1.0, **knobs: Any) -> None:
         self.bench = Bench(reuse="fused", selector="query", audit_share=share, **knobs)
         self.ranks, self.now = Ranks(), 0.0
-        self.auditor = Auditor(self.bench.bookkeeper, self.ranks, clock=lambda: self.now)  # type: ignore[arg-type]
+        self.auditor = Auditor(self.bench.bookkeeper, self.ranks, clock=lambda: self.now)
 
     def ask(self, *, fusion: FusionRequest = FUSION) -> Asked:
         return self.bench.ask("q", A, B, fusion=fusion)
@@ -462,6 +462,6 @@ def test_switched_off(knobs: dict[str, Any]) -> None:
     assert bench.bookkeeper.audit is None
     fusion = FUSION if knobs["reuse"] == "fused" else None
     assert bench.plan("q", A, fusion=fusion).terms is None
-    stats = Auditor(bench.bookkeeper, Ranks()).stats()  # type: ignore[arg-type]
+    stats = Auditor(bench.bookkeeper, Ranks()).stats()
     assert (stats["share"], stats["target"], stats["waiting"]) == (0.0, None, 0)
     assert (stats["terms"], stats["figures"]) == ({}, [])
