@@ -129,7 +129,6 @@ def _figures_of(rank: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _measure(flags: Sequence[str]) -> dict[str, Any]:
-    """The gate's figures, measured in a child process."""
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder, "figures.json"), Path(folder, "log")
         try:

@@ -17,8 +17,6 @@ from sglang_chunkcache.errors import ServerError
 
 
 class Example(NamedTuple):
-    """One validation question."""
-
     question: str
     chunks: tuple[str, ...]
     answers: tuple[str, ...]

@@ -36,7 +36,6 @@ class Client:
             self._session.headers["Authorization"] = f"Bearer {api_key}"
 
     def get(self, path: str) -> dict[str, Any]:
-        """The answer's JSON object."""
         return self._call("GET", path)
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:

@@ -71,7 +71,6 @@ class Tree21(RadixCache):  # type: ignore[misc]
         self._as_called()
 
     def path_device_indices(self, node: TreeNode) -> torch.Tensor:
-        """The slots from the root down to the node."""
         values = []
         while node is not self.root_node:
             values.append(node.value)

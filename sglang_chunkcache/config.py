@@ -434,7 +434,6 @@ def from_env(environ: Mapping[str, str] = os.environ) -> ChunkCacheConfig | None
 
 
 def flag_name(field_name: str) -> str:
-    """The command line flag of a field."""
     return "--chunkcache-" + field_name.replace("_", "-")
 
 

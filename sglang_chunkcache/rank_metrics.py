@@ -47,7 +47,6 @@ class RankMetrics:
 
     @property
     def is_due(self) -> bool:
-        """Whether `SHOWN_S` have passed since the last figures."""
         return self._clock() >= self._shown_at
 
     def show(self, stats: Mapping[str, Any]) -> None:

@@ -28,6 +28,5 @@ def install(config: ChunkCacheConfig) -> Parts:
 
 
 def installed() -> Parts:
-    """What `install` has made."""
     assert _parts is not None
     return _parts

@@ -134,7 +134,6 @@ class Metrics:
         self.search_seconds: defaultdict[str, float] = defaultdict(float)
 
     def count(self, name: str, label: str, amount: int = 1) -> None:
-        """Add to one counter."""
         # a label with 0 would become a series of something that never happened
         if not amount:
             return
@@ -143,7 +142,6 @@ class Metrics:
             self._export(name, label).inc(amount)
 
     def observe_order(self, seconds: float) -> None:
-        """One order decision."""
         self.order_seconds += seconds
         self.num_orders += 1
         if self._prometheus:
@@ -169,7 +167,6 @@ class Metrics:
                 self._export("retrieval_state", name).set(name == state)
 
     def show_tree(self, kind: str) -> None:
-        """Whose tree has the KV."""
         if self._prometheus:
             self._export("tree", kind).set(1)
 
@@ -229,7 +226,6 @@ class Metrics:
         }
 
     def totals(self) -> dict[str, dict[str, int]]:
-        """All counts since the start."""
         return {name: dict(counter) for name, counter in self._totals.items()}
 
     def _export(self, name: str, *labels: str) -> Any:

@@ -154,12 +154,10 @@ class RagSearch:
         }
 
     def close(self) -> None:
-        """End its threads."""
         self._queue.close()
 
 
 def default_mode(retriever: Retriever, config: ChunkCacheConfig) -> Mode:
-    """How a request is searched that does not say."""
     asked = config.retrieve_mode
     return retriever.modes[0] if asked == "auto" else cast("Mode", asked)
 

@@ -90,7 +90,6 @@ class ServedTokenizer:
         return self._piece(self._raw_plain, text)
 
     def decode(self, token_ids: Sequence[int], *, with_special: bool = True) -> str:
-        """The text of ids, special tokens included or not."""
         how = {"skip_special_tokens": not with_special, "clean_up_tokenization_spaces": False}
         return str(self._tokenizer.decode(list(token_ids), **how))
 

@@ -53,7 +53,6 @@ def explodes(pattern: str) -> bool:
 
 
 def _nodes(pattern: Any) -> Iterator[tuple[Any, Any]]:
-    """Every node of a parsed pattern."""
     for kind, value in pattern:
         yield kind, value
         for inner in _inside(kind, value):
