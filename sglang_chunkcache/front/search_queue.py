@@ -18,11 +18,12 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from threading import Condition, Event, Lock, Thread
+from queue import Empty, Full, Queue
+from threading import Event, Lock, Thread
 from typing import TYPE_CHECKING
 
 from retrieval.errors import CorruptIndexError, RetrievalError
@@ -91,10 +92,10 @@ class SearchQueue:
         refresh_s: float,
     ) -> None:
         self._retriever, self._metrics = retriever, metrics
-        self._max_batch, self._max_waiting, self._refresh_s = max_batch, max_waiting, refresh_s
+        self._max_batch, self._refresh_s = max_batch, refresh_s
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: deque[_Waiting] = deque()
-        self._changed = Condition()
+        self._waiting: Queue[_Waiting | None] = Queue(max_waiting)
+        """None ends the worker."""
         self._closed = Event()
         self.num_batches = 0
         self._failure: str | None = None  # of the last search
@@ -103,11 +104,10 @@ class SearchQueue:
         self.state = RetrievalState("up", None, datetime.now(UTC))
         """Whether requests can be searched for."""
         metrics.show_retrieval("up")
-        work = {
-            "retrieval": self._work,
-            **({"retrieval-refresh": self._refresh} if refresh_s else {}),
-        }
-        self._threads = [Thread(target=each, name=name, daemon=True) for name, each in work.items()]
+        self._threads = [Thread(target=self._work, name="retrieval", daemon=True)]
+        if refresh_s:
+            refresh = Thread(target=self._refresh, name="retrieval-refresh", daemon=True)
+            self._threads.append(refresh)
         for thread in self._threads:
             thread.start()
 
@@ -121,15 +121,14 @@ class SearchQueue:
             Exception: whatever else its search raised; logged.
         """
         self._loop = asyncio.get_running_loop()
-        # only the event loop makes it longer
-        if len(self._waiting) >= self._max_waiting:
-            self._metrics.count("searches", "full")
-            raise QueueFullError(f"{self._max_waiting} searches wait already; try again later")
         future, since = self._loop.create_future(), time.perf_counter()
         item = _Waiting(query, (k, mode, nprobe), future, since)
-        with self._changed:
-            self._waiting.append(item)
-            self._changed.notify()
+        try:
+            self._waiting.put_nowait(item)
+        except Full:
+            self._metrics.count("searches", "full")
+            told = f"{self._waiting.maxsize} searches wait already; try again later"
+            raise QueueFullError(told) from None
         try:
             return await item.future
         except asyncio.CancelledError:
@@ -139,13 +138,13 @@ class SearchQueue:
     @property
     def num_waiting(self) -> int:
         """Requests whose search has not begun."""
-        return len(self._waiting)
+        return self._waiting.qsize()
 
     def close(self) -> None:
         """End the threads; what waits is not answered any more."""
         self._closed.set()
-        with self._changed:
-            self._changed.notify()
+        with contextlib.suppress(Full):  # then the worker does not wait for a search
+            self._waiting.put_nowait(None)
         for thread in self._threads:
             thread.join()
 
@@ -160,15 +159,17 @@ class SearchQueue:
                 self._search(items)
 
     def _take(self) -> list[_Waiting]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed.is_set())
-            taken: list[_Waiting] = []
-            while self._waiting and len(taken) < self._max_batch:
-                item = self._waiting.popleft()
+        """All that waits, at most a batch, as soon as something does."""
+        taken = list[_Waiting]()
+        with contextlib.suppress(Empty):
+            while len(taken) < self._max_batch:
+                item = self._waiting.get(block=not taken)
+                if item is None:  # closed
+                    break
                 # one that is cancelled after this is searched for in vain; `_settle` leaves it out
                 if not item.future.cancelled():
                     taken.append(item)
-            return taken
+        return taken
 
     def _search(self, items: Sequence[_Waiting]) -> None:
         """Search for queries of the same settings."""
