@@ -11,6 +11,7 @@ being odd.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -130,17 +131,9 @@ def _has_unusable_ids(ids: Any, fields: Mapping[str, Any], limits: Limits) -> bo
     )
 
 
-def _starts_before_the_prompt(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
-    starts = (start for start in _each(value) if start is not None)
-    # without logprobs SGLang does not read it
-    return any(_each(fields["return_logprob"])) and any(
-        not isinstance(start, int) or start < -1 for start in starts
-    )
-
-
-def _wants_more_than_there_are(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
-    counts = (count for count in _each(value) if count is not None)
-    return any(not isinstance(count, int) or count > limits.vocab_size for count in counts)
+def _is_beyond(value: Any, least: float, most: float) -> bool:
+    numbers = (number for number in _each(value) if number is not None)
+    return any(not isinstance(each, int) or not least <= each <= most for each in numbers)
 
 
 def _breaks_its_session(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
@@ -248,13 +241,16 @@ REQUEST_RULES = _rules(
         "logprob_start_len",
         "be at least -1",
         "it counts other logprobs than it computed",
-        _starts_before_the_prompt,
+        # without logprobs SGLang does not read it
+        lambda value, fields, _: (
+            any(_each(fields["return_logprob"])) and _is_beyond(value, -1, math.inf)
+        ),
     ),
     Rule(
         "top_logprobs_num",
         "be at most the size of the vocabulary",
         "`topk` has no more, also for another request in the batch",
-        _wants_more_than_there_are,
+        lambda value, _, limits: _is_beyond(value, -math.inf, limits.vocab_size),
     ),
     Rule(
         "priority",
