@@ -29,8 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from eval.errors import CommandError
+from sglang_chunkcache.chunk_files import Example, read_examples
 from sglang_chunkcache.client import Client, ServerError, settle
-from sglang_chunkcache.examples import Example, read_examples
 
 GRID = (0.0, 0.125, 0.25, 0.5, 1.0, 2.0, 4.0, 8.0)
 """CFO is at most alpha. Above 1, the end of the paper's scale,

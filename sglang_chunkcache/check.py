@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from sglang_chunkcache import config
+from sglang_chunkcache.chunk_files import read_examples
 from sglang_chunkcache.client import Client, ServerError
-from sglang_chunkcache.examples import read_examples
 from sglang_chunkcache.own_selectors import check_selectors
 from sglang_chunkcache.removed import add_removed_flags
 from sglang_chunkcache.wire.message import decode
@@ -98,25 +98,17 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _calibrate_selection(args: argparse.Namespace) -> int:
-    file = args.calibrate_selection
-    examples = (
-        [{"question": one.question, "chunks": one.chunks} for one in read_examples(Path(file))]
-        if file
-        else []
-    )
+    given = read_examples(Path(args.calibrate_selection)) if args.calibrate_selection else []
+    examples = [{"question": one.question, "chunks": one.chunks} for one in given]
     result = Client(args.url, args.api_key).post("/chunkcache/calibrate", {"examples": examples})
     if not args.json:
         for rank in result["ranks"]:
-            print(
-                f"rank {rank['dp_rank']}: deviation at depth {rank['depth']}, question in layer"
-                f" {rank['layer'] or 'last'}"
-            )
+            depth, layer = rank["depth"], rank["layer"] or "last"
+            print(f"rank {rank['dp_rank']}: deviation at depth {depth}, question in layer {layer}")
             for name in ("gain_by_depth", "gain_by_layer"):
                 for at, gain in rank["figures"].get(name, {}).items():
-                    print(
-                        f"    {name:14} {at:>4} {gain['kl']:8.3f} mean {gain['kl_max']:8.3f} of the"
-                        " largest"
-                    )
+                    mean, most = gain["kl"], gain["kl_max"]
+                    print(f"    {name:14} {at:>4} {mean:8.3f} mean {most:8.3f} of the largest")
     print(json.dumps(result))
     return 0
 
@@ -132,24 +124,18 @@ def _gates_of(client: Client) -> list[dict[str, Any]]:
 
 def _figures_of(rank: Mapping[str, Any]) -> dict[str, Any]:
     """The gate's figures, the attention that it has tested, and what selectors read."""
-    return {
-        **rank["gate"],
-        "attention": rank["moves"]["attention"],
-        "calibration": rank["calibration"],
-    }
+    tested = {"attention": rank["moves"]["attention"], "calibration": rank["calibration"]}
+    return {**rank["gate"], **tested}
 
 
 def _measure(flags: Sequence[str]) -> dict[str, Any]:
-    """The gate's figures, measured in a child process."""
     with tempfile.TemporaryDirectory() as folder:
         out, log = Path(folder, "figures.json"), Path(folder, "log")
-        with log.open("wb") as stream:
-            environ = {**os.environ, _CHILD: str(out)}
-            command = [sys.executable, "-m", "sglang_chunkcache.check", *flags]
-            try:
+        try:
+            with log.open("wb") as stream:
                 subprocess.run(
-                    command,
-                    env=environ,
+                    [sys.executable, "-m", "sglang_chunkcache.check", *flags],
+                    env={**os.environ, _CHILD: str(out)},
                     stdout=stream,
                     stderr=subprocess.STDOUT,
                     # SGLang may kill a failing scheduler's process group
@@ -158,18 +144,15 @@ def _measure(flags: Sequence[str]) -> dict[str, Any]:
                     timeout=START_TIMEOUT_S,
                     check=False,
                 )
-            except subprocess.TimeoutExpired:
-                raise ServerError(f"the model did not load within {START_TIMEOUT_S} s") from None
+        except subprocess.TimeoutExpired:
+            raise ServerError(f"the model did not load within {START_TIMEOUT_S} s") from None
         # Only the file counts: where a scheduler fails, SGLang kills the child.
         if not out.exists():
             lines = log.read_text(errors="replace").strip().splitlines()
             # Backwards: a traceback has its error in its last line.
-            reason = next(
-                (line for line in reversed(lines) if "Error" in line or "error:" in line), ""
-            )
+            errors = (line for line in reversed(lines) if "Error" in line or "error:" in line)
             raise ServerError(
-                reason
-                or "\n".join(lines[-5:])
+                next(errors, "\n".join(lines[-5:]))
                 or "the process that loads the model ended without a message"
             )
         figures: dict[str, Any] = json.loads(out.read_text())

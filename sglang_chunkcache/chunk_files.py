@@ -1,27 +1,34 @@
-"""The files that `python -m sglang_chunkcache.preprocess` reads, of which it tells the format:
-chunks, and their neighbours."""
+"""The files that commands read, one JSON object a line, perhaps gzipped: chunks with neighbours, of
+which `python -m sglang_chunkcache.preprocess` tells the format, and questions with right answers.
+
+    {"question": "...", "chunks": ["...", ...], "answers": ["...", ...]}
+"""
 
 from __future__ import annotations
 
 import gzip
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_chunkcache.errors import ServerError
+
+
+class Example(NamedTuple):
+    question: str
+    chunks: tuple[str, ...]
+    answers: tuple[str, ...]
 
 
 def read_corpus(path: Path) -> dict[str, str]:
     """Texts by id, in the file's order. Raises ServerError naming file and line."""
     texts: dict[str, str] = {}
     for where, row in _rows(path):
-        name, text = _id_of(row, where), row.get("text")
+        name, text = _id_of(row, where, texts), row.get("text")
         if not isinstance(text, str) or not text:
             raise ServerError(f"{where}: text must be a text that is not empty")
-        if name in texts:
-            raise ServerError(f"{where}: id {name!r} occurs twice")
         texts[name] = text
     if not texts:
         raise ServerError(f"{path}: no chunks")
@@ -35,11 +42,9 @@ def read_neighbors(path: Path, known: Iterable[str]) -> dict[str, list[str]]:
     names = {name: name for name in known}
     neighbors: dict[str, list[str]] = {}
     for where, row in _rows(path):
-        name, listed = _id_of(row, where), row.get("neighbors")
+        name, listed = _id_of(row, where, neighbors), row.get("neighbors")
         if name not in names:
             raise ServerError(f"{where}: id {name!r} is not in the corpus")
-        if name in neighbors:
-            raise ServerError(f"{where}: id {name!r} occurs twice")
         if not isinstance(listed, list) or not all(_is_id(item) for item in listed):
             raise ServerError(f"{where}: neighbors must be a list of ids")
         # An id may be a number in one file and a text in the other.
@@ -49,6 +54,27 @@ def read_neighbors(path: Path, known: Iterable[str]) -> dict[str, list[str]]:
         # A search by a chunk's own text finds the chunk itself first.
         neighbors[names[name]] = [names[item] for item in dict.fromkeys(ids) if item != name]
     return neighbors
+
+
+def read_examples(path: Path) -> list[Example]:
+    """Raises ServerError naming file and line."""
+    examples = []
+    for where, row in _rows(path):
+        if not row.keys() >= {*Example._fields}:
+            raise ServerError(f"{where}: needs question, chunks and answers")
+        question, chunks, answers = (row[name] for name in Example._fields)
+        if not isinstance(chunks, list) or not isinstance(answers, list):
+            raise ServerError(f"{where}: chunks and answers must be lists")
+        texts = [question, *chunks, *answers]
+        if not chunks or not answers or not all(isinstance(text, str) and text for text in texts):
+            raise ServerError(
+                f"{where}: question, chunks and answers must be texts that are not empty"
+            )
+        examples.append(Example(question, tuple(chunks), tuple(answers)))
+    # The server would calibrate on made-up questions instead, without a word.
+    if not examples:
+        raise ServerError(f"{path}: no examples")
+    return examples
 
 
 # Private, in order of use
@@ -75,10 +101,12 @@ def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise ServerError(f"{path}: {error}") from None
 
 
-def _id_of(row: Mapping[str, Any], where: str) -> str:
+def _id_of(row: Mapping[str, Any], where: str, seen: Container[str]) -> str:
     if not _is_id(row.get("id")):
         raise ServerError(f"{where}: id must be a text or a number")
-    return str(row["id"])
+    if (name := str(row["id"])) in seen:
+        raise ServerError(f"{where}: id {name!r} occurs twice")
+    return name
 
 
 def _is_id(value: object) -> bool:

@@ -35,15 +35,16 @@ class Client:
         if api_key:
             self._session.headers["Authorization"] = f"Bearer {api_key}"
 
+    def get(self, path: str) -> dict[str, Any]:
+        return self._call("GET", path)
+
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
         """The answer's JSON object."""
         return self._call("POST", path, body)
 
-    def get(self, path: str) -> dict[str, Any]:
-        """The answer's JSON object."""
-        return self._call("GET", path, None)
-
-    def _call(self, method: str, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+    def _call(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
         try:
             answer = self._session.request(method, self.url + path, json=body, timeout=600)
             # Before raise_for_status: who sends many requests goes on behind a refused one.
@@ -73,15 +74,13 @@ def settle(client: Client, timeout_s: float = SETTLE_TIMEOUT_S) -> None:
         if not pending and not writing:
             return
         if time.monotonic() > deadline:
-            where = "store" if pending else "storage"
-            raise ServerError(
-                f"{client.url}: {pending or writing} chunks still wait to enter the {where} after"
-                f" {timeout_s:.0f} s"
-            )
+            waiting = f"{pending} chunks still wait to enter the store"
+            if not pending:
+                waiting = f"{writing} chunks still wait to enter the storage"
+            raise ServerError(f"{client.url}: {waiting} after {timeout_s:.0f} s")
         if pending:
-            client.post(
-                "/rag/v1/generate", {"parts": ["Hello."], "sampling_params": {"max_new_tokens": 4}}
-            )
+            few = {"max_new_tokens": 4}
+            client.post("/rag/v1/generate", {"parts": ["Hello."], "sampling_params": few})
         time.sleep(POLL_S)
 
 

@@ -71,7 +71,6 @@ class Tree21(RadixCache):  # type: ignore[misc]
         self._as_called()
 
     def path_device_indices(self, node: TreeNode) -> torch.Tensor:
-        """The slots from the root down to the node."""
         values = []
         while node is not self.root_node:
             values.append(node.value)
@@ -150,13 +149,5 @@ def create_host_pool(device_pool: Any, num_bytes: int, *, pin_memory: bool, labe
         of = device_pool.get_device_pool_infos()[0].buffer_info
         more = {name: getattr(device_pool, name) for name in ("start_layer", "end_layer")}
         more["device_capacity_tokens"] = device_pool.size
-    return MHATokenToKVPoolHost(
-        of,
-        0.0,
-        num_bytes / 1e9,
-        1,
-        "layer_first",
-        pin_memory=pin_memory,
-        pool_label=label,
-        **more,
-    )
+    how = {"pin_memory": pin_memory, "pool_label": label, **more}
+    return MHATokenToKVPoolHost(of, 0.0, num_bytes / 1e9, 1, "layer_first", **how)

@@ -5,17 +5,18 @@ SGLang starts fresh processes and calls `plugin.register()` without arguments, s
 hands the configuration over as JSON in one environment variable that only this file reads.
 """
 
-from __future__ import annotations
-
 import argparse
+import ast
 import dataclasses
 import json
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from sglang_chunkcache.removed import add_removed_flags, refusal
 
@@ -32,48 +33,40 @@ SHORT_FLAGS = {
 SELECTORS = ("none", "first", "deviation", "query", "critical", "context")
 """Names of our selectors; tests check that each has its file in `fusion/selectors/`."""
 
+# Of a request's `reuse`
 MAX_ALPHA = 1000.0
 """Far above the alpha that recomputes every chunk whole."""
-
 MAX_FIRST_TOKENS = 1_000_000
 """Of each chunk: more than any has."""
-
 MAX_LAYERS = 1000
 """More than any model has. A number beyond the model's own layers is its last one."""
 
+# Of host memory
 MAX_COPIES = 8
 """Device copies of one chunk that a plan looks at, latest first:
 a popular chunk is cached in hundreds of chains."""
-
 MAX_WAITING_CAPTURES = 256
 """Chunks that wait to enter the store. More are dropped."""
-
 MAX_KEPT_S = 0.002
 """Of copies to host memory after one forward, which the answers under way wait for: a token of an
 8B model takes 7 ms on an H100. By what loads take, over the same bus."""
-
 MAX_CAPTURED_TOKENS = 512
 """Of chunks that are scored after one forward, or stored where no load was measured."""
-
 MAX_WAITING_SAVES = 1024
 """Nodes that wait for host memory. More come again with their next hit."""
-
 MAX_SAVED_TOKENS = 512
 """Of nodes copied to host memory after one forward, but for the last, where no load was
 measured."""
 
+# Of a storage
 MAX_WAITING = 64
 """Loads, and likewise writes, that are asked for and not polled yet. More are not taken."""
-
 MAX_WAITING_S = 4.0
 """Of these, by what they are estimated to take. One is taken whatever its size."""
-
 MAX_WAITING_BYTES = 512 << 20
 """Where nobody knows yet what they take."""
-
 MAX_SHARE = 0.5
 """Of the memory that they are loaded into or written from, and hold meanwhile."""
-
 MAX_LOADED_VARIANTS = 2
 """Of one chunk, from the storage for one request."""
 
@@ -83,7 +76,6 @@ only what two heads have in common is read of them."""
 
 STORAGE_BACKENDS = ("file", "dynamic")
 """Of HiCache's, those that read and write one tensor by its key."""
-
 STORE_CODECS = ("none", "int8", "int4")
 """Of storage/codec.py, which needs torch."""
 
@@ -95,529 +87,266 @@ def cache_folder() -> Path:
 
 def knob(
     default: Any,
-    help: str,
-    why: str,
     *,
     low: float | None = None,
     high: float | None = None,
-    choices: Any = None,
-    kind: Any = None,
+    choices: Sequence[str] | None = None,
     has_flag: bool = True,
 ) -> Any:
-    """A dataclass field with its help text (and the unit), the reason for its default, its range
-    and its choices.
+    """A dataclass field with its range and its choices. The docstring under it is its `--help`:
+    what it sets, with the unit, up to the first full stop, then the reason for its default.
 
     Args:
-        kind: the value's type where the default is None, which is in no range.
+        low, high: of numbers; a default of None is in no range.
         has_flag: False: a limit that nobody had to change; tests make it small.
     """
-    # argparse converts by the type: without `kind`, numbers whose default is None stay text.
-    kind = type(default) if default is not None else kind or str
-    known = {"help": help, "why": why, "low": low, "high": high, "choices": choices, "kind": kind}
-    return field(default=default, metadata={**known, "has_flag": has_flag})
+    known = {"low": low, "high": high, "choices": choices, "has_flag": has_flag}
+    return field(default=default, metadata=known)
 
 
 @dataclass(frozen=True)
 class OrderConfig:
-    tree: str = knob(
-        "auto",
-        "whose tree has the KV: chunk is ours, a node a chunk; stock is SGLang's own",
-        "`auto`: `chunk` where that serves model and flags, else `stock`, which the start says. "
-        "SGLang's matches tokens, and no KV is moved in it.",
-        choices=("auto", "chunk", "stock"),
-    )
-    order: str = knob(
-        "tree",
-        "how a request's chunks are ordered",
-        "`tree` puts the deepest cached chain first, then chunks that the window has seen; "
-        "`frequency` is CRAFT's order, `retriever` leaves the order alone.",
-        choices=("retriever", "frequency", "tree"),
-    )
-    eviction: str = knob(
-        "reused",
-        "what is evicted from the KV pool first",
-        "`reused`: least frequently used with dynamic aging (LFU-DA), by the logarithm of the "
-        "hits; finds most on RAGPulse, and when its prompt changes (eval/LOG.md). `promoted`: "
-        "nodes that are not promoted first, then SGLang's policy; `lru`: SGLang's policy alone.",
-        choices=("reused", "promoted", "lru"),
-    )
-    window_requests: int = knob(
-        1000,
-        "sliding window of the access table, in requests",
-        "CRAFT section 5.",
-        low=1,
-        high=10_000_000,
-    )
-    max_tenants: int = knob(
-        10_000,
-        "tenants whose accesses are counted",
-        "A tenant takes about 1 kB. The least recently counted one is forgotten first, which "
-        "costs it an order, never an answer.",
-        low=1,
-        high=100_000_000,
-        has_flag=False,
-    )
-    max_access_entries: int = knob(
-        1_000_000,
-        "requests and chunks in the windows of all tenants",
-        "60 to 110 bytes each where all chunks differ; enough for three tenants whose requests all"
-        " have 256 chunks.",
-        low=1,
-        high=1_000_000_000,
-        has_flag=False,
-    )
-    promotion_threshold: int = knob(
-        2,
-        "accesses within the window that promote a chunk",
-        "CRAFT section 5.",
-        low=1,
-        high=1_000_000,
-    )
-    max_tree_nodes: int = knob(
-        200_000,
-        "nodes of the global tree, oldest leaves go first",
-        "About 400 bytes each; far more than the chunks that fit into a KV pool.",
-        low=100,
-        high=100_000_000,
-        has_flag=False,
-    )
-    max_search_visits: int = knob(
-        64,
-        "nodes visited by one order decision",
-        "Bounds the decision on adversarial trees; on RAGPulse 64 find what 1,000 find"
-        " (radix_ext/README.md).",
-        low=1,
-        high=1_000_000,
-        has_flag=False,
-    )
-    routing: str = knob(
-        "kv_aware",
-        "which DP rank serves a request",
-        "`round_robin` is CRAFT's baseline.",
-        choices=("round_robin", "kv_aware"),
-    )
-    max_load_ratio: float = knob(
-        1.25,
-        "a rank over this multiple of the mean load gets no more (kv_aware)",
-        "Load is prompt tokens in flight.",
-        low=1.0,
-    )
+    tree: str = knob("auto", choices=("auto", "chunk", "stock"))
+    """Whose tree has the KV: chunk is ours, a node a chunk; stock is SGLang's own. `auto`: `chunk`
+    where that serves model and flags, else `stock`, which the start says. SGLang's matches tokens,
+    and no KV is moved in it."""
+    order: str = knob("tree", choices=("retriever", "frequency", "tree"))
+    """How a request's chunks are ordered. `tree` puts the deepest cached chain first, then chunks
+    that the window has seen; `frequency` is CRAFT's order, `retriever` leaves the order alone."""
+    eviction: str = knob("reused", choices=("reused", "promoted", "lru"))
+    """What is evicted from the KV pool first. `reused`: least frequently used with dynamic aging
+    (LFU-DA), by the logarithm of the hits; finds most on RAGPulse, and when its prompt changes
+    (eval/LOG.md). `promoted`: nodes that are not promoted first, then SGLang's policy; `lru`:
+    SGLang's policy alone."""
+    window_requests: int = knob(1000, low=1, high=10_000_000)
+    """Sliding window of the access table, in requests. CRAFT section 5."""
+    max_tenants: int = knob(10_000, low=1, high=100_000_000, has_flag=False)
+    """Tenants whose accesses are counted. A tenant takes about 1 kB. The least recently counted one
+    is forgotten first, which costs it an order, never an answer."""
+    max_access_entries: int = knob(1_000_000, low=1, high=1_000_000_000, has_flag=False)
+    """Requests and chunks in the windows of all tenants. 60 to 110 bytes each where all chunks
+    differ; enough for three tenants whose requests all have 256 chunks."""
+    promotion_threshold: int = knob(2, low=1, high=1_000_000)
+    """Accesses within the window that promote a chunk. CRAFT section 5."""
+    max_tree_nodes: int = knob(200_000, low=100, high=100_000_000, has_flag=False)
+    """Nodes of the global tree, oldest leaves go first. About 400 bytes each; far more than the
+    chunks that fit into a KV pool."""
+    max_search_visits: int = knob(64, low=1, high=1_000_000, has_flag=False)
+    """Nodes visited by one order decision. Bounds the decision on adversarial trees; on RAGPulse 64
+    find what 1,000 find (radix_ext/README.md)."""
+    routing: str = knob("kv_aware", choices=("round_robin", "kv_aware"))
+    """Which DP rank serves a request. `round_robin` is CRAFT's baseline."""
+    max_load_ratio: float = knob(1.25, low=1.0)
+    """A rank over this multiple of the mean load gets no more (kv_aware). Load is prompt tokens in
+    flight."""
 
 
 @dataclass(frozen=True)
 class ConversationConfig:
-    dedup: str = knob(
-        "shown",
-        "what a conversation drops as already seen",
-        "`shown`: chunks still in the prompt; `paper`: also chunks of turns that were removed from"
-        " it (CRAFT 4.3).",
-        choices=("shown", "paper", "off"),
-    )
-    max_conversations: int = knob(
-        10_000,
-        "conversations remembered",
-        "The least recently used one is forgotten first.",
-        low=1,
-        has_flag=False,
-    )
-    max_conversation_tokens: int = knob(
-        50_000_000,
-        "prompt and answer tokens remembered over all conversations",
-        "4 bytes each; the chunk records of a turn are counted as tokens, too"
-        " (radix_ext.Turn.cost).",
-        low=1,
-    )
-    conversation_idle_s: float = knob(
-        3600.0,
-        "seconds after which an idle conversation is forgotten",
-        "A forgotten conversation costs a prefix, never an answer.",
-        low=1.0,
-    )
-    past_reasoning: str = knob(
-        "template",
-        "what a conversation keeps of the reasoning in its answers",
-        "`template`: what the model's chat template shows of past turns; the answer that follows "
-        "reasoning is computed once more. `kept`: all tokens, thousands a turn with a reasoning "
-        "model, so that each turn is a prefix of the next.",
-        choices=("template", "kept"),
-    )
+    dedup: str = knob("shown", choices=("shown", "paper", "off"))
+    """What a conversation drops as already seen. `shown`: chunks still in the prompt; `paper`: also
+    chunks of turns that were removed from it (CRAFT 4.3)."""
+    max_conversations: int = knob(10_000, low=1, has_flag=False)
+    """Conversations remembered. The least recently used one is forgotten first."""
+    max_conversation_tokens: int = knob(50_000_000, low=1)
+    """Prompt and answer tokens remembered over all conversations. 4 bytes each; the chunk records
+    of a turn are counted as tokens, too (radix_ext.Turn.cost)."""
+    conversation_idle_s: float = knob(3600.0, low=1.0)
+    """Seconds after which an idle conversation is forgotten. A forgotten conversation costs a
+    prefix, never an answer."""
+    past_reasoning: str = knob("template", choices=("template", "kept"))
+    """What a conversation keeps of the reasoning in its answers. `template`: what the model's chat
+    template shows of past turns; the answer that follows reasoning is computed once more. `kept`:
+    all tokens, thousands a turn with a reasoning model, so that each turn is a prefix of the
+    next."""
 
 
 @dataclass(frozen=True)
 class RequestConfig:
-    max_body_bytes: int = knob(
-        4 * 2**20,
-        "bytes in the body of one request",
-        "Checked before and while the body is read; about a million tokens of text.",
-        low=1024,
-    )
-    max_messages: int = knob(
-        2000,
-        "messages in one request, or parts of their contents",
-        "The chat template renders them all each time, some tens of microseconds each.",
-        low=1,
-        high=100_000,
-        has_flag=False,
-    )
-    max_chunks: int = knob(
-        256,
-        "chunks in one request",
-        "Bounds the work of one request in the front process.",
-        low=1,
-        high=100_000,
-    )
-    max_chunk_chars: int = knob(
-        200_000,
-        "characters in one chunk",
-        "The context length bounds it further.",
-        low=1,
-        has_flag=False,
-    )
-    chunk_tokens: str = knob(
-        "text",
-        "what control tokens in a chunk's text become",
-        "`text`: plain text, since a retrieved text is not trusted, so `<|end|>` in it ends "
-        "nothing. `control`: what they are in a message.",
-        choices=("text", "control"),
-    )
-    answer_reserve_tokens: int = knob(
-        256,
-        "tokens reserved for the answer when max_tokens is not given",
-        "Decides when a conversation overflows; at most an eighth of the context is reserved.",
-        low=1,
-        has_flag=False,
-    )
-    rag_template: str | None = knob(
-        None,
-        "file with {chunks} and {question}: the user message around the chunks",
-        "Default: the chunks, then the question.",
-    )
-    chunk_separator: str = knob(
-        "\n\n",
-        "text after every chunk; part of the chunk's span",
-        "A span includes its separator, so that the chunk area is contiguous.",
-    )
+    max_body_bytes: int = knob(4 * 2**20, low=1024)
+    """Bytes in the body of one request. Checked before and while the body is read; about a million
+    tokens of text."""
+    max_messages: int = knob(2000, low=1, high=100_000, has_flag=False)
+    """Messages in one request, or parts of their contents. The chat template renders them all each
+    time, some tens of microseconds each."""
+    max_chunks: int = knob(256, low=1, high=100_000)
+    """Chunks in one request. Bounds the work of one request in the front process."""
+    max_chunk_chars: int = knob(200_000, low=1, has_flag=False)
+    """Characters in one chunk. The context length bounds it further."""
+    chunk_tokens: str = knob("text", choices=("text", "control"))
+    """What control tokens in a chunk's text become. `text`: plain text, since a retrieved text is
+    not trusted, so `<|end|>` in it ends nothing. `control`: what they are in a message."""
+    answer_reserve_tokens: int = knob(256, low=1, has_flag=False)
+    """Tokens reserved for the answer when max_tokens is not given. Decides when a conversation
+    overflows; at most an eighth of the context is reserved."""
+    rag_template: str | None = knob(None)
+    """File with {chunks} and {question}: the user message around the chunks. Default: the chunks,
+    then the question."""
+    chunk_separator: str = knob("\n\n")
+    """Text after every chunk; part of the chunk's span. A span includes its separator, so that the
+    chunk area is contiguous."""
 
 
 @dataclass(frozen=True)
 class MovedConfig:
-    reuse: str = knob(
-        "exact",
-        "what the server may reuse (also --reuse)",
-        "`fused` lets requests opt into moved KV, which is approximate; with `exact` none of that"
-        " code is loaded.",
-        choices=("exact", "fused"),
-    )
-    selector: str = knob(
-        "critical",
-        "which tokens of a moved chunk are recomputed by default",
-        "The one that keeps most of a prefill's answers; see fusion/selectors/README.md.",
-        choices=SELECTORS,
-    )
-    selectors: str | None = knob(
-        None,
-        "module with selectors of your own, which requests may name, too",
-        "The server's processes import it by its name (fusion/selectors/README.md).",
-    )
-    recompute_ratio: float = knob(
-        0.15,
-        "share of a request's moved tokens to recompute",
-        "FusionRAG's and CacheBlend's operating point.",
-        low=0.0,
-        high=1.0,
-    )
-    question_window: int = knob(
-        32,
-        "last tokens of a question that choose what is recomputed; all of a shorter one",
-        "They run through the model once more, before the answer does. 32 hold a question, take a "
-        "third to a half of the time of recomputing what they select, and choose better than 256 "
-        "where instructions precede the question (eval/LOG.md).",
-        low=1,
-        high=4096,
-        has_flag=False,
-    )
-    calibrate: str = knob(
-        "auto",
-        "measure at the start which layers and heads tell what to recompute",
-        "Once for a model and its weights; kept under `XDG_CACHE_HOME`. `auto`: where the "
-        "server's selector is `critical`.",
-        choices=("auto", "on", "off"),
-    )
+    reuse: str = knob("exact", choices=("exact", "fused"))
+    """What the server may reuse (also --reuse). `fused` lets requests opt into moved KV, which is
+    approximate; with `exact` none of that code is loaded."""
+    selector: str = knob("critical", choices=SELECTORS)
+    """Which tokens of a moved chunk are recomputed by default. The one that keeps most of a
+    prefill's answers; see fusion/selectors/README.md."""
+    selectors: str | None = knob(None)
+    """Module with selectors of your own, which requests may name, too. The server's processes
+    import it by its name (fusion/selectors/README.md)."""
+    recompute_ratio: float = knob(0.15, low=0.0, high=1.0)
+    """Share of a request's moved tokens to recompute. FusionRAG's and CacheBlend's operating
+    point."""
+    question_window: int = knob(32, low=1, high=4096, has_flag=False)
+    """Last tokens of a question that choose what is recomputed; all of a shorter one. They run
+    through the model once more, before the answer does. 32 hold a question, take a third to a half
+    of the time of recomputing what they select, and choose better than 256 where instructions
+    precede the question (eval/LOG.md)."""
+    calibrate: str = knob("auto", choices=("auto", "on", "off"))
+    """Measure at the start which layers and heads tell what to recompute. Once for a model and its
+    weights; kept under `XDG_CACHE_HOME`. `auto`: where the server's selector is `critical`."""
 
 
 @dataclass(frozen=True)
 class HostConfig:
-    host_mib: int | None = knob(
-        None,
-        "host memory of each rank for exact chains that leave the device, in MiB; 0: none; not "
-        "given: from the machine",
-        "Default: twice the device's pool, as HiCache's, and at most a quarter of the memory that "
-        "is available. The start prints it. SGLang keeps 10 GiB free besides. Without a GPU a "
-        "larger KV pool does the same without copies.",
-        low=0,
-        kind=int,
-    )
-    store_mib: int | None = knob(
-        None,
-        "host memory of each rank for the KV of chunks that are moved, in MiB, in one pool with "
-        "exact chains; not given: from the machine",
-        "Default: the device's pool, without a GPU 1 GiB; at least 1 GiB and at most an eighth of "
-        "the memory that is available. The start prints it. A Llama-3-8B chunk of 500 tokens "
-        "takes 62 MiB in bfloat16.",
-        low=1,
-        high=100_000_000,
-        kind=int,
-    )
-    store_codec: str = knob(
-        "none",
-        "how the store keeps KV: none (bit by bit), int8 or int4 (numbers of so many bits)",
-        "Its entries in a storage, too. Smaller entries are more chunks in `store_mib`.",
-        choices=STORE_CODECS,
-    )
-    store_chunks: int = knob(
-        10_000,
-        "chunks in the store, if all have all their variants",
-        "Cache-Craft's N: N x M variants in all. On any real model `store_mib` is reached first.",
-        low=1,
-        high=100_000_000,
-    )
-    store_variants: int = knob(
-        5,
-        "variants that a chunk gets without asking how often",
-        "Cache-Craft's M (section 5). A further one needs a prefix that is asked for more often "
-        "than that of the chunk's lowest.",
-        low=1,
-        high=1000,
-        has_flag=False,
-    )
-    store_threshold: int = knob(
-        2,
-        "accesses within the window that bring a chunk into the store",
-        "Below it, a chunk is found only in the tree.",
-        low=1,
-        high=1_000_000,
-    )
-    storage_backend: str | None = knob(
-        None,
-        "keep KV beyond the process: a storage backend of HiCache's"
-        f" ({' or '.join(STORAGE_BACKENDS)})",
-        "Exact chains in host memory, and the store with `--reuse fused`. Default: they are gone"
-        " with the process.",
-    )
-    storage_backend_extra_config: str | None = knob(
-        None,
-        "the backend's settings, as HiCache takes them: a JSON object, or @ and the path of a file"
-        " with one",
-        "`directory` is ours: where `file` keeps the entries, and either backend's manifest is"
-        " (storage/README.md).",
-    )
-    storage_mib: int = knob(
-        0,
-        "bytes that each rank's storage may take, in MiB; 0: a quarter of what its file system can"
-        " spare",
-        "What is free and what the storage holds already, at the start. `dynamic` has no file "
-        "system, so it needs a number.",
-        low=0,
-    )
-    storage_wait: float = knob(
-        1.0,
-        "how long a request waits for the storage, as a share of what its loads save; 0: not"
-        " at all",
-        "It waits where the load is estimated to be there by then. A wait in vain costs that "
-        "share, and most of the next requests do not wait then.",
-        low=0.0,
-        high=1.0,
-    )
+    host_mib: int | None = knob(None, low=0)
+    """Host memory of each rank for exact chains that leave the device, in MiB; 0: none; not given:
+    from the machine. Default: twice the device's pool, as HiCache's, and at most a quarter of the
+    memory that is available. The start prints it. SGLang keeps 10 GiB free besides. Without a GPU a
+    larger KV pool does the same without copies."""
+    store_mib: int | None = knob(None, low=1, high=100_000_000)
+    """Host memory of each rank for the KV of chunks that are moved, in MiB, in one pool with exact
+    chains; not given: from the machine. Default: the device's pool, without a GPU 1 GiB; at least 1
+    GiB and at most an eighth of the memory that is available. The start prints it. A Llama-3-8B
+    chunk of 500 tokens takes 62 MiB in bfloat16."""
+    store_codec: str = knob("none", choices=STORE_CODECS)
+    """How the store keeps KV: none (bit by bit), int8 or int4 (numbers of so many bits). Its
+    entries in a storage, too. Smaller entries are more chunks in `store_mib`."""
+    store_chunks: int = knob(10_000, low=1, high=100_000_000)
+    """Chunks in the store, if all have all their variants. Cache-Craft's N: N x M variants in all.
+    On any real model `store_mib` is reached first."""
+    store_variants: int = knob(5, low=1, high=1000, has_flag=False)
+    """Variants that a chunk gets without asking how often. Cache-Craft's M (section 5). A further
+    one needs a prefix that is asked for more often than that of the chunk's lowest."""
+    store_threshold: int = knob(2, low=1, high=1_000_000)
+    """Accesses within the window that bring a chunk into the store. Below it, a chunk is found only
+    in the tree."""
+    storage_backend: str | None = knob(None)
+    """Keep KV beyond the process: a storage backend of HiCache's (file or dynamic). Exact chains in
+    host memory, and the store with `--reuse fused`. Default: they are gone with the process."""
+    storage_backend_extra_config: str | None = knob(None)
+    """The backend's settings, as HiCache takes them: a JSON object, or @ and the path of a file
+    with one. `directory` is ours: where `file` keeps the entries, and either backend's manifest is
+    (storage/README.md)."""
+    storage_mib: int = knob(0, low=0)
+    """Bytes that each rank's storage may take, in MiB; 0: a quarter of what its file system can
+    spare. What is free and what the storage holds already, at the start. `dynamic` has no file
+    system, so it needs a number."""
+    storage_wait: float = knob(1.0, low=0.0, high=1.0)
+    """How long a request waits for the storage, as a share of what its loads save; 0: not at all.
+    It waits where the load is estimated to be there by then. A wait in vain costs that share, and
+    most of the next requests do not wait then."""
 
 
 @dataclass(frozen=True)
 class CostConfig:
-    max_pass_tokens: int = knob(
-        0,
-        "tokens recomputed before one batch; 0: SGLang's prefill budget",
-        "Bounds how long the other requests of a batch wait.",
-        low=0,
-    )
-    max_gap_tokens: int = knob(
-        2048,
-        "tokens between moved chunks that one request may compute in the pass",
-        "Chunks after an uncached one can only be moved if the uncached one is computed in the same"
-        " pass.",
-        low=0,
-        has_flag=False,
-    )
-    move: str = knob(
-        "pays",
-        "when chunks are moved",
-        "`pays`: where that is estimated to bring the first token sooner than computing, by what "
-        "the server measures of itself. `always`: wherever there is a source, which is for tests "
-        "and for quality: it may be slower.",
-        choices=("pays", "always"),
-    )
-    exact_gaps: int = knob(
-        1,
-        "chunks per fused request that are computed exactly though they could be moved",
-        "Moved KV ends a prompt's exact chain for all who follow, so the chain grows by so many "
-        "promoted chunks first. With 1 the requests of RAGPulse find nearly as much exactly as "
-        "without moved KV, at .58 of its computing (radix_ext/README.md).",
-        low=0,
-    )
-    recompute_attention: str = knob(
-        "auto",
-        "attention of the recompute pass (also --recompute-attention)",
-        "`masked` is torch alone and computes hidden keys too. `sparse` is FlashInfer's kernel "
-        "that is fastest on this machine, over the keys that a token sees; where it cannot run, "
-        "the server does not start. `auto`: `sparse` where it can run, else `masked`.",
-        choices=("auto", "masked", "sparse"),
-    )
+    max_pass_tokens: int = knob(0, low=0)
+    """Tokens recomputed before one batch; 0: SGLang's prefill budget. Bounds how long the other
+    requests of a batch wait."""
+    max_gap_tokens: int = knob(2048, low=0, has_flag=False)
+    """Tokens between moved chunks that one request may compute in the pass. Chunks after an
+    uncached one can only be moved if the uncached one is computed in the same pass."""
+    move: str = knob("pays", choices=("pays", "always"))
+    """When chunks are moved. `pays`: where that is estimated to bring the first token sooner than
+    computing, by what the server measures of itself. `always`: wherever there is a source, which is
+    for tests and for quality: it may be slower."""
+    exact_gaps: int = knob(1, low=0)
+    """Chunks per fused request that are computed exactly though they could be moved. Moved KV ends
+    a prompt's exact chain for all who follow, so the chain grows by so many promoted chunks first.
+    With 1 the requests of RAGPulse find nearly as much exactly as without moved KV, at .58 of its
+    computing (radix_ext/README.md)."""
+    recompute_attention: str = knob("auto", choices=("auto", "masked", "sparse"))
+    """Attention of the recompute pass (also --recompute-attention). `masked` is torch alone and
+    computes hidden keys too. `sparse` is FlashInfer's kernel that is fastest on this machine, over
+    the keys that a token sees; where it cannot run, the server does not start. `auto`: `sparse`
+    where it can run, else `masked`."""
 
 
 @dataclass(frozen=True)
 class AuditConfig:
-    audit_share: float = knob(
-        0.01,
-        "share of requests with moved KV whose answer is compared with an exact prefill",
-        "A hundredth costs a prefill in a hundred requests, at moments when nothing waits. 0:"
-        " nothing is audited.",
-        low=0.0,
-        high=1.0,
-    )
-    audit_agreement: float = knob(
-        0.9,
-        "share of an audited answer's tokens on which an exact prefill must agree",
-        "An answer of ten tokens may differ in one. What follows from answers below it is decided "
-        "by radix_ext/audit.py.",
-        low=0.0,
-        high=1.0,
-    )
-    audit_pause: int = knob(
-        1000,
-        "requests that a pause of the audit lasts",
-        "Counted, not timed, so that an idle server does not try again unasked.",
-        low=1,
-        high=1_000_000_000,
-        has_flag=False,
-    )
-    gate: str = knob(
-        "refuse",
-        "what a failed start-up gate does in fused mode",
-        "`report` starts all the same, for `sglang_chunkcache.check`.",
-        choices=("refuse", "report"),
-    )
+    audit_share: float = knob(0.01, low=0.0, high=1.0)
+    """Share of requests with moved KV whose answer is compared with an exact prefill. A hundredth
+    costs a prefill in a hundred requests, at moments when nothing waits. 0: nothing is audited."""
+    audit_agreement: float = knob(0.9, low=0.0, high=1.0)
+    """Share of an audited answer's tokens on which an exact prefill must agree. An answer of ten
+    tokens may differ in one. What follows from answers below it is decided by
+    radix_ext/audit.py."""
+    audit_pause: int = knob(1000, low=1, high=1_000_000_000, has_flag=False)
+    """Requests that a pause of the audit lasts. Counted, not timed, so that an idle server does not
+    try again unasked."""
+    gate: str = knob("refuse", choices=("refuse", "report"))
+    """What a failed start-up gate does in fused mode. `report` starts all the same, for
+    `sglang_chunkcache.check`."""
 
 
 @dataclass(frozen=True)
 class RetrievalConfig:
-    index: str | None = knob(
-        None,
-        "directory of a retrieval index to search for requests (also --index)",
-        "Built by `python -m retrieval build`; without one, clients send their chunks.",
-    )
-    encoder: str | None = knob(
-        None,
-        "path of the index's encoder, if moved since the build (also --encoder)",
-        "Another encoder than the one that built the index is refused.",
-    )
-    index_verify: str = knob(
-        "on",
-        "check the checksums of the index's files",
-        "Reads the whole index once, and the new files of a newer generation; `off` for an index of"
-        " hundreds of GB.",
-        choices=("on", "off"),
-    )
-    retrieve_k: int = knob(
-        5, "passages retrieved by default", "CRAFT section 5: top-5.", low=1, high=100_000
-    )
-    retrieve_mode: str = knob(
-        "auto",
-        "how the index is searched by default",
-        "`auto`: the first mode that the index names, `filled` with the embedded encoder.",
-        choices=("auto", "filled", "dense", "bm25", "fusion"),
-    )
-    retrieve_nprobe: int = knob(
-        128,
-        "clusters of an IVF index searched by default",
-        "CRAFT section 5.",
-        low=1,
-        high=1_000_000,
-    )
-    retrieve_batch: int = knob(
-        32,
-        "queries in one search batch, at most",
-        "A batch forms only while a search runs; beyond 32 an encoder's time grows with the batch.",
-        low=1,
-        high=10_000,
-        has_flag=False,
-    )
-    retrieve_queue: int = knob(
-        1000,
-        "requests that may wait for a search; more get HTTP 503",
-        "A server that keeps up has far fewer waiting.",
-        low=1,
-        high=1_000_000,
-        has_flag=False,
-    )
-    retrieve_threads: int = knob(
-        1,
-        "threads of encoder and index in the front process",
-        "They share the cores with SGLang's threads. On busy cores all threads of a search wait "
-        "for the slowest one (two cores under load: 12 queries over 3,402 vectors took 14 ms with "
-        "two threads, 2 ms with one). More threads pay for a large index or encoder on free "
-        "cores.",
-        low=1,
-        high=1024,
-    )
-    retrieve_device: str = knob(
-        "cpu",
-        "where the encoder runs, for example cuda:0",
-        "The default is the CPU because SGLang allocates the GPU's memory as if it were alone.",
-    )
-    retrieve_refresh_s: float = knob(
-        5.0,
-        "seconds between checks for a newer generation of the index; 0: never",
-        "A check reads one small file.",
-        low=0.0,
-    )
-    max_query_chars: int = knob(
-        8000,
-        "characters in one query",
-        "Four times the text that an encoder of 512 tokens reads.",
-        low=1,
-        high=10_000_000,
-        has_flag=False,
-    )
+    index: str | None = knob(None)
+    """Directory of a retrieval index to search for requests (also --index). Built by `python -m
+    retrieval build`; without one, clients send their chunks."""
+    encoder: str | None = knob(None)
+    """Path of the index's encoder, if moved since the build (also --encoder). Another encoder than
+    the one that built the index is refused."""
+    index_verify: str = knob("on", choices=("on", "off"))
+    """Check the checksums of the index's files. Reads the whole index once, and the new files of a
+    newer generation; `off` for an index of hundreds of GB."""
+    retrieve_k: int = knob(5, low=1, high=100_000)
+    """Passages retrieved by default. CRAFT section 5: top-5."""
+    retrieve_mode: str = knob("auto", choices=("auto", "filled", "dense", "bm25", "fusion"))
+    """How the index is searched by default. `auto`: the first mode that the index names, `filled`
+    with the embedded encoder."""
+    retrieve_nprobe: int = knob(128, low=1, high=1_000_000)
+    """Clusters of an IVF index searched by default. CRAFT section 5."""
+    retrieve_batch: int = knob(32, low=1, high=10_000, has_flag=False)
+    """Queries in one search batch, at most. A batch forms only while a search runs; beyond 32 an
+    encoder's time grows with the batch."""
+    retrieve_queue: int = knob(1000, low=1, high=1_000_000, has_flag=False)
+    """Requests that may wait for a search; more get HTTP 503. A server that keeps up has far fewer
+    waiting."""
+    retrieve_threads: int = knob(1, low=1, high=1024)
+    """Threads of encoder and index in the front process. They share the cores with SGLang's
+    threads. On busy cores all threads of a search wait for the slowest one (two cores under load:
+    12 queries over 3,402 vectors took 14 ms with two threads, 2 ms with one). More threads pay for
+    a large index or encoder on free cores."""
+    retrieve_device: str = knob("cpu")
+    """Where the encoder runs, for example cuda:0. The default is the CPU because SGLang allocates
+    the GPU's memory as if it were alone."""
+    retrieve_refresh_s: float = knob(5.0, low=0.0)
+    """Seconds between checks for a newer generation of the index; 0: never. A check reads one small
+    file."""
+    max_query_chars: int = knob(8000, low=1, high=10_000_000, has_flag=False)
+    """Characters in one query. Four times the text that an encoder of 512 tokens reads."""
 
 
 @dataclass(frozen=True)
 class ServerConfig:
-    log: str = knob(
-        "brief",
-        "what the server prints: brief leaves out known lines that no user needs",
-        "The lines, each with its reason, are in quiet.py. With a `--log-level` of SGLang's nothing"
-        " is left out.",
-        choices=("brief", "all"),
-    )
-    lame_duck_s: float = knob(
-        0.0,
-        "seconds after SIGTERM in which new requests are served while /ready says 503",
-        "What the balancer needs to notice. Default: there may be none, and who stops a server by"
-        " hand waits for it.",
-        low=0.0,
-    )
-    drain_s: float = knob(
-        60.0,
-        "seconds that running requests may take to finish after SIGTERM and the lame duck",
-        "New ones get HTTP 503 meanwhile. What is left then is aborted, and the server ends at most"
-        " 40 s later.",
-        low=0.0,
-    )
-    guard: str = knob(
-        "on",
-        "refuse requests that are known to end the server",
-        "Each rule is proven on a stock server (front/README.md); `off` gives SGLang every request"
-        " as it comes.",
-        choices=("on", "off"),
-    )
+    log: str = knob("brief", choices=("brief", "all"))
+    """What the server prints: brief leaves out known lines that no user needs. The lines, each with
+    its reason, are in quiet.py. With a `--log-level` of SGLang's nothing is left out."""
+    lame_duck_s: float = knob(0.0, low=0.0)
+    """Seconds after SIGTERM in which new requests are served while /ready says 503. What the
+    balancer needs to notice. Default: there may be none, and who stops a server by hand waits for
+    it."""
+    drain_s: float = knob(60.0, low=0.0)
+    """Seconds that running requests may take to finish after SIGTERM and the lame duck. New ones
+    get HTTP 503 meanwhile. What is left then is aborted, and the server ends at most 40 s later."""
+    guard: str = knob("on", choices=("on", "off"))
+    """Refuse requests that are known to end the server. Each rule is proven on a stock server
+    (front/README.md); `off` gives SGLang every request as it comes."""
 
 
 GROUPS = {
@@ -660,18 +389,14 @@ class ChunkCacheConfig(
             # own_selectors.py knows its names
             is_own = f.name == "selector" and self.selectors is not None
             if choices and value not in choices and not is_own:
+                allowed = f"must be one of {', '.join(choices)}, got {value!r}"
                 was = refusal(flag, value)
-                raise ValueError(
-                    f"{flag} {value} {was}"
-                    if was
-                    else f"{flag} must be one of {', '.join(choices)}, got {value!r}"
-                )
+                raise ValueError(f"{flag} {value} {was}" if was else f"{flag} {allowed}")
             if value is None and f.default is None:
                 continue
             # A bool is an int to Python; `not >=` also refuses NaN, which float() reads.
-            if low is not None and (
-                isinstance(value, bool) or not isinstance(value, int | float) or not value >= low
-            ):
+            is_number = isinstance(value, int | float) and not isinstance(value, bool)
+            if low is not None and not (is_number and value >= low):
                 raise ValueError(f"{flag} must be at least {low}, got {value!r}")
             if high is not None and not value <= high:
                 raise ValueError(f"{flag} must be at most {high}, got {value!r}")
@@ -709,7 +434,6 @@ def from_env(environ: Mapping[str, str] = os.environ) -> ChunkCacheConfig | None
 
 
 def flag_name(field_name: str) -> str:
-    """The command line flag of a field."""
     return "--chunkcache-" + field_name.replace("_", "-")
 
 
@@ -721,24 +445,42 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     for title, group in GROUPS.items():
         section = parser.add_argument_group(title)
         for f in flag_fields(group):
-            help, why, choices, kind = (f.metadata[k] for k in ("help", "why", "choices", "kind"))
+            (what, why), choices = help_texts()[f.name], f.metadata["choices"]
             # Without argparse's `choices`, which would refuse a removed value without the advice.
             section.add_argument(
                 flag_name(f.name),
                 *([SHORT_FLAGS[f.name]] if f.name in SHORT_FLAGS else []),
                 # Else argparse names the value by the long flag, where `from_flags` has the field.
                 dest=f.name,
-                type=kind,
+                type=kind_of(f),
                 default=f.default,
                 metavar="|".join(choices) if choices else None,
                 # argparse formats help texts with `%`.
-                help=f"{help} (default: {f.default!r}). {why}".replace("%", "%%"),
+                help=f"{what} (default: {f.default!r}). {why}".replace("%", "%%"),
             )
 
 
 def flag_fields(group: type[Any] = ChunkCacheConfig) -> list[dataclasses.Field[Any]]:
     """Those that users set, in the order of `--help`."""
     return [f for f in dataclasses.fields(group) if f.metadata["has_flag"]]
+
+
+def kind_of(f: dataclasses.Field[Any]) -> Any:
+    """The type of a field's value where it is not None."""
+    return next(iter(get_args(f.type)), f.type)
+
+
+@cache
+def help_texts() -> dict[str, tuple[str, str]]:
+    """Of each field: what it sets, and the reason for its default."""
+    texts = dict[str, tuple[str, str]]()
+    for group in ast.parse(Path(__file__).read_text(encoding="utf-8")).body:
+        for node, below in pairwise(getattr(group, "body", ())):
+            if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
+                text = " ".join(ast.literal_eval(below.value).split())
+                what, _, why = text.partition(". ")
+                texts[ast.unparse(node.target)] = what[0].lower() + what[1:], why
+    return texts
 
 
 def from_flags(args: argparse.Namespace) -> ChunkCacheConfig:

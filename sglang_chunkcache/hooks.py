@@ -22,7 +22,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from sglang_chunkcache.config import ChunkCacheConfig
     from sglang_chunkcache.front.guard.lethal import Guard
     from sglang_chunkcache.front.misplaced import Misplaced
+    from sglang_chunkcache.front.parts import Parts
     from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 
 GET_INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
@@ -45,58 +46,45 @@ ADD_TO_QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
 ADD_TO_BATCH = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 UPDATES = [
-    *(
-        f"{UPDATER}.update_weights_from_{where}"
-        for where in ("disk", "distributed", "tensor", "ipc")
-    ),
+    *(f"{UPDATER}.update_weights_from_{each}" for each in ("disk", "distributed", "tensor", "ipc")),
     f"{UPDATER}.begin_weight_update",
 ]
 GENERATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 
 
-def register_hooks(
-    settings: ChunkCacheConfig | None,
-    *,
-    misplaced: Misplaced | None = None,
-    guard: Guard | None = None,
-) -> None:
+def register_hooks(settings: ChunkCacheConfig | None, front: Parts | None) -> None:
     """Register every hook; SGLang applies them when all plugins are loaded.
-    `misplaced`, `guard`: of the main process."""
-    is_stock = settings is not None and settings.is_stock
-    add = _add_stock_stats if is_stock else _add_stats
-    HookRegistry.register(GET_INTERNAL_STATE, add, HookType.AFTER)
-    if settings is None:
-        return
-    if settings.needs_forward:
-        HookRegistry.register(FORWARD, _fill_first, HookType.AROUND)
-    if not is_stock:
-        HookRegistry.register(ADD_TO_QUEUE, _tell_arrival, HookType.AFTER)
-    if _may_wait(settings):
-        HookRegistry.register(ADD_TO_BATCH, _add_or_wait, HookType.AROUND)
-    if settings.storage_backend is not None:
-        for target in UPDATES:
-            HookRegistry.register(target, _tell_update, HookType.BEFORE)
-    if misplaced is not None:
-        HookRegistry.register(GENERATE_REQUEST, _watched(misplaced, guard), HookType.AROUND)
+    `front`: of the main process."""
+    for target, hook, when in _hooks(settings):
+        HookRegistry.register(target, hook, when)
+    if front is not None:
+        guard = front.guard if front.config.guard == "on" else None
+        HookRegistry.register(GENERATE_REQUEST, _watched(front.misplaced, guard), HookType.AROUND)
 
 
 def missing_hooks(settings: ChunkCacheConfig, *, is_main: bool) -> list[str]:
     """Targets that SGLang failed to patch: it logs such a failure and continues without the
     hook."""
-    targets = [GET_INTERNAL_STATE, *([] if settings.is_stock else [ADD_TO_QUEUE])]
-    if settings.needs_forward:
-        targets.append(FORWARD)
-    if _may_wait(settings):
-        targets.append(ADD_TO_BATCH)
-    if settings.storage_backend is not None:
-        targets += UPDATES
-    if is_main:
-        targets.append(GENERATE_REQUEST)
+    targets = [target for target, _, _ in _hooks(settings)]
+    targets += [GENERATE_REQUEST] if is_main else []
     return [target for target in targets if target not in HookRegistry._patched]
 
 
-def _may_wait(settings: ChunkCacheConfig) -> bool:
-    return settings.reuse == "fused" or settings.storage_backend is not None
+def _hooks(settings: ChunkCacheConfig | None) -> Iterator[tuple[str, Callable[..., Any], HookType]]:
+    """Of schedulers: target, hook and when it is called."""
+    is_stock = settings is not None and settings.is_stock
+    yield GET_INTERNAL_STATE, _add_stock_stats if is_stock else _add_stats, HookType.AFTER
+    if settings is None:
+        return
+    if not is_stock:
+        yield ADD_TO_QUEUE, _tell_arrival, HookType.AFTER
+    if settings.needs_forward:
+        yield FORWARD, _fill_first, HookType.AROUND
+    if settings.reuse == "fused" or settings.storage_backend is not None:
+        yield ADD_TO_BATCH, _add_or_wait, HookType.AROUND
+    if settings.storage_backend is not None:
+        for target in UPDATES:
+            yield target, _tell_update, HookType.BEFORE
 
 
 def _add_stats(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:

@@ -45,13 +45,9 @@ def own_config() -> str | None:
     events, replay = Path(folder, "events"), Path(folder, "replay")
     if len(f"{replay}_dp1000".encode()) > MAX_PATH or "*" in folder:
         return None
-    given = {
-        "publisher": "zmq",
-        "endpoint": f"ipc://{events}",
-        "replay_endpoint": f"ipc://{replay}",
-        "buffer_steps": BUFFER_STEPS,
-    }
-    return json.dumps({**given, **compat.EVENT_FORMAT})
+    sockets = {"endpoint": f"ipc://{events}", "replay_endpoint": f"ipc://{replay}"}
+    own = {"publisher": "zmq", **sockets, "buffer_steps": BUFFER_STEPS}
+    return json.dumps({**own, **compat.EVENT_FORMAT})
 
 
 def flags_for(args: Any) -> list[str]:
@@ -61,12 +57,8 @@ def flags_for(args: Any) -> list[str]:
         return []
     own = None if args.kv_events_config or args.nnodes > 1 else own_config()
     if own is None:
-        print(
-            "chunk cache: no KV events can be heard: what SGLang's tree has lost is assumed by the"
-            " least recent use",
-            file=sys.stderr,
-            flush=True,
-        )
+        lost = "what SGLang's tree has lost is assumed by the least recent use"
+        print(f"chunk cache: no KV events can be heard: {lost}", file=sys.stderr, flush=True)
         return []
     return ["--kv-events-config", own]
 

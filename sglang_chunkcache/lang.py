@@ -32,9 +32,15 @@ from sglang.utils import http_request
 from sglang_chunkcache.config import ChunkCacheConfig
 
 ENDPOINT, RETRIEVE = "/rag/v1/generate", "/rag/v1/retrieve"
+NO_ANSWER = {"max_new_tokens": 0}
+"""SGLang's way to prefill without an answer."""
 
 Part = str | dict[str, list[dict[str, Any]]]
 """One part of the endpoint's body: a text, or `{"chunks": [{"text": ..., "id": ...}, ...]}`."""
+
+
+LOGPROBS = "return_logprob", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs"
+"""SGLang's parameters that stand beside the others in a body."""
 
 
 class ChunkArea(NamedTuple):
@@ -76,10 +82,6 @@ class AreaText(str):
         inside = tuple(area for area in self.areas if area.start >= start and area.end <= stop)
         return AreaText(text, _shifted(inside, -start))
 
-    def parts(self) -> list[Part]:
-        """The text, cut at its chunk areas."""
-        return parts_of(self)
-
 
 class SglChunks(SglConstantText):  # type: ignore[misc]
     """Retrieved chunks in a program.
@@ -120,13 +122,13 @@ def parts_of(text: str) -> list[Part]:
     """A program's text as the endpoint takes it; text without areas is one part."""
     parts: list[Part] = []
     position = 0
-    for start, end, items in text.areas if isinstance(text, AreaText) else ():
+    # the last one stands for the end
+    for start, end, items in (*_areas(text), ChunkArea(len(text), len(text), ())):
         if position < start:
-            parts.append(_plain(text[position:start]))
-        parts.append({"chunks": list(items)})
+            parts.append("".join((text[position:start],)))  # a str proper
+        if items:
+            parts.append({"chunks": list(items)})
         position = end
-    if position < len(text):
-        parts.append(_plain(text[position:]))
     return parts
 
 
@@ -171,26 +173,21 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
             options: `k`, `mode`, `nprobe` as in the endpoint's body; the server's defaults for
                 those left out.
         """
-        body = {"query": query, **options}
-        response = http_request(
-            self.base_url + RETRIEVE, json=body, api_key=self.api_key, verify=self.verify
-        )
-        self._assert_success(response)
-        return list(response.json()["passages"])
+        found = self._request(RETRIEVE, {"query": query, **options}).json()
+        return list(found["passages"])
 
     def cache_prefix(self, prefix_str: str) -> None:
-        if not _has_areas(prefix_str):
+        if not _areas(prefix_str):
             super().cache_prefix(prefix_str)
             return
-        # max_new_tokens 0 is SGLang's way to prefill without an answer.
-        self._post(prefix_str, {"max_new_tokens": 0})
+        self._post(prefix_str, sampling_params=NO_ANSWER)
 
     def commit_lazy_operations(self, s: StreamExecutor) -> None:
         """Compute the state so far, so that every branch of a fork finds it cached."""
         if not self._is_ours(s):
             super().commit_lazy_operations(s)
             return
-        self._post(s.text_, {"max_new_tokens": 0})
+        self._post(s.text_, sampling_params=NO_ANSWER)
 
     def generate(
         self, s: StreamExecutor, sampling_params: SglSamplingParams
@@ -238,17 +235,15 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
             return super().select(s, choices, temperature, choices_method)
         assert temperature <= 1e-5
         # The prompt by itself first: every choice then finds it cached.
-        prompt = self._post(s.text_, {"max_new_tokens": 0}).json()
-        scored = []
-        for choice in choices:
-            body = {
-                "return_logprob": True,
-                "logprob_start_len": prompt["meta_info"]["prompt_tokens"] - 1,
-            }
-            answer = self._post(
-                s.text_, {"max_new_tokens": 0, "temperature": 0}, suffix=choice, **body
-            ).json()
-            scored.append(answer["meta_info"])
+        prompt = self._post(s.text_, sampling_params=NO_ANSWER).json()
+        body = {
+            "sampling_params": {"max_new_tokens": 0, "temperature": 0},
+            "return_logprob": True,
+            "logprob_start_len": prompt["meta_info"]["prompt_tokens"] - 1,
+        }
+        scored = [
+            self._post(s.text_, suffix=choice, **body).json()["meta_info"] for choice in choices
+        ]
         # The first entry is the prompt's last token, before the choice; it has no probability.
         input_logprobs = [meta_info["input_token_logprobs"] for meta_info in scored]
         decision = choices_method(
@@ -266,15 +261,16 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
     # Private, in order of use
 
     def _is_ours(self, s: StreamExecutor) -> bool:
-        return _has_areas(s.text_) and not s.images_
+        return bool(_areas(s.text_)) and not s.images_
 
-    def _post(
-        self, text: str, sampling_params: dict[str, Any], *, suffix: str = "", **body: Any
-    ) -> Any:
+    def _post(self, text: str, *, suffix: str = "", **body: Any) -> Any:
         parts = [*parts_of(text), *([suffix] if suffix else [])]
+        return self._request(ENDPOINT, {"parts": parts, **self._fields, **body})
+
+    def _request(self, path: str, body: dict[str, Any]) -> Any:
         response = http_request(
-            self.base_url + ENDPOINT,
-            json={"parts": parts, "sampling_params": sampling_params, **self._fields, **body},
+            self.base_url + path,
+            json=body,
             stream=bool(body.get("stream")),
             api_key=self.api_key,
             verify=self.verify,
@@ -285,13 +281,7 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
     def _request_fields(self, sampling_params: SglSamplingParams) -> dict[str, Any]:
         # It writes a regex into the parameters for SGLang's `dtype`, so they are read behind it.
         self._handle_dtype_to_regex(sampling_params)
-        names = (
-            "return_logprob",
-            "logprob_start_len",
-            "top_logprobs_num",
-            "return_text_in_logprobs",
-        )
-        given = {name: vars(sampling_params).get(name) for name in names}
+        given = {name: vars(sampling_params).get(name) for name in LOGPROBS}
         return {
             "sampling_params": {
                 "skip_special_tokens": global_config.skip_special_tokens_in_output,
@@ -310,7 +300,7 @@ class ChunkCacheEndpoint(RuntimeEndpoint):  # type: ignore[misc]
             return None
         body = {
             "input_ids": [[entry[1] for entry in entries] for entries in input_logprobs],
-            "sampling_params": {"max_new_tokens": 0},
+            "sampling_params": NO_ANSWER,
             "return_logprob": True,
             # By default SGLang gives no probabilities of a prompt's tokens.
             "logprob_start_len": 0,
@@ -334,14 +324,6 @@ def _areas(text: str) -> tuple[ChunkArea, ...]:
 
 def _shifted(areas: tuple[ChunkArea, ...], offset: int) -> tuple[ChunkArea, ...]:
     return tuple(ChunkArea(start + offset, end + offset, items) for start, end, items in areas)
-
-
-def _has_areas(text: str) -> bool:
-    return bool(_areas(text))
-
-
-def _plain(text: str) -> str:
-    return "".join((text,))  # a str proper
 
 
 def _chunk_in(passage: str | Mapping[str, Any]) -> dict[str, Any]:

@@ -45,7 +45,6 @@ CPU_FLAGS = {
 """The flags that SGLang's CPU path needs without `sgl_kernel`.
 The pool is small because it is in the machine's main memory."""
 
-
 MODEL_FLAGS = ("--model-path", "--model", "--tokenizer-path")
 """SGLang's flags that take a model's name."""
 
@@ -78,12 +77,12 @@ def main(argv: list[str]) -> None:
             check_selectors(settings)
     except ValueError as error:
         parser.error(str(error))
+    retriever = None
     if args.stock:
         # Inherited from a server of ours, it would turn the hooks on in a stock one.
         os.environ.pop(config.ENV_VAR, None)
-        retriever = None
     else:
-        if any(flag.split("=", 1)[0] == "--log-level" for flag in rest):
+        if "--log-level" in _names(rest):
             settings = dataclasses.replace(settings, log="all")
         os.environ.update(settings.to_env())
         quiet.hide(settings)
@@ -91,7 +90,14 @@ def main(argv: list[str]) -> None:
             parser.error("--encoder needs --index")
         # Before SGLang and the model are loaded, so that a bad index is reported at once. Only this
         # process loads the index.
-        retriever = _open_index(settings, parser.error) if settings.index is not None else None
+        if settings.index is not None:
+            from retrieval.errors import RetrievalError
+            from sglang_chunkcache.front.startup import open_retriever
+
+            try:
+                retriever = open_retriever(settings)
+            except (RetrievalError, OSError) as error:
+                parser.error(f"--index: {error}")
     _run(rest, stock=args.stock, retriever=retriever, fail=parser.error)
 
 
@@ -131,25 +137,25 @@ def found_models(rest: list[str]) -> list[str]:
         if flags[index - 1] in MODEL_FLAGS:
             flags[index] = find_model(flags[index], file="config.json")
     # The file of SGLang's --config may name the model.
-    if not {"--model-path", "--model", "--config"} & {flag.split("=", 1)[0] for flag in flags}:
-        raise ValueError(
-            "--model-path is missing: a model's folder, its name on the Hugging Face hub, or"
-            " bundled"
-        )
+    if not {"--model-path", "--model", "--config"} & _names(flags):
+        named = "a model's folder, its name on the Hugging Face hub, or bundled"
+        raise ValueError(f"--model-path is missing: {named}")
     return flags
 
 
 def server_flags(rest: list[str]) -> list[str]:
     """SGLang's flags: the user's, and what the CPU path needs."""
-    rest = list(rest)
-    given = {flag.split("=", 1)[0] for flag in rest if flag.startswith("--")}
     import torch
 
-    if not torch.cuda.is_available():
-        for flag, value in CPU_FLAGS.items():
-            if flag not in given:
-                rest += [flag] if value is None else [flag, value]
-    return rest
+    if torch.cuda.is_available():
+        return [*rest]
+    needed = {flag: value for flag, value in CPU_FLAGS.items() if flag not in _names(rest)}
+    return [*rest, *(each for pair in needed.items() for each in pair if each is not None)]
+
+
+def _names(flags: list[str]) -> set[str]:
+    """Of the flags among the words of a command line."""
+    return {flag.partition("=")[0] for flag in flags if flag.startswith("--")}
 
 
 def _choose_tree(server_args: Any, fail: Callable[[str], NoReturn]) -> bool:
@@ -172,11 +178,7 @@ def _choose_tree(server_args: Any, fail: Callable[[str], NoReturn]) -> bool:
     except ValueError as error:
         fail(str(error))
     if settings.is_stock and not asked.is_stock:
-        print(
-            f"chunk cache: found {', '.join(found)}: the tree is SGLang's, and no KV is moved",
-            file=sys.stderr,
-            flush=True,
-        )
+        _say(f"chunk cache: found {', '.join(found)}: the tree is SGLang's, and no KV is moved")
     os.environ.update(settings.to_env())
     return not settings.is_stock
 
@@ -200,9 +202,8 @@ def _check_storage(settings: config.ChunkCacheConfig) -> None:
     flag, name = config.flag_name("storage_backend"), settings.storage_backend
     if name is None:
         if settings.storage_backend_extra_config is not None or settings.storage_mib:
-            raise ValueError(
-                f"{flag} is missing: the storage's other flags mean nothing without it"
-            )
+            lonely = "the storage's other flags mean nothing without it"
+            raise ValueError(f"{flag} is missing: {lonely}")
         return
     if name not in config.STORAGE_BACKENDS:
         supported = " and ".join(config.STORAGE_BACKENDS)
@@ -227,16 +228,6 @@ def _check_storage(settings: config.ChunkCacheConfig) -> None:
     secret_of(os.environ)
 
 
-def _open_index(settings: config.ChunkCacheConfig, fail: Callable[[str], NoReturn]) -> Any:
-    from retrieval.errors import RetrievalError
-    from sglang_chunkcache.front.startup import open_retriever
-
-    try:
-        return open_retriever(settings)
-    except (RetrievalError, OSError) as error:
-        fail(f"--index: {error}")
-
-
 def _run(flags: list[str], *, stock: bool, retriever: Any, fail: Callable[[str], NoReturn]) -> None:
     server_args = prepare(flags, stock=stock, fail=fail)
     if not stock:
@@ -248,29 +239,27 @@ def _run(flags: list[str], *, stock: bool, retriever: Any, fail: Callable[[str],
         if stock:
             launch_server(server_args)
         else:
-            from sglang_chunkcache.front.app import search_with, serve_as, started
+            from sglang_chunkcache.front.app import installed
             from sglang_chunkcache.front.startup import check_ranks, warm_up
 
-            settings = config.from_env()
+            front, settings = installed(), config.from_env()
             assert settings is not None
-            serve_as(settings)
-            if retriever is not None:
-                search_with(retriever)
+            front.config, front.retriever = settings, retriever  # its tree was not decided yet
             model, device = server_args.model_path, server_args.device
-            print(
-                f"chunk cache {__version__}: loading {model} on {device}",
-                file=sys.stderr,
-                flush=True,
-            )
+            _say(f"chunk cache {__version__}: loading {model} on {device}")
             signal.signal(signal.SIGTERM, _end)  # until front/drain.py listens
             launch_server(
                 server_args,
                 execute_warmup_func=warm_up,
-                launch_callback=lambda: check_ranks(server_args, retriever, started=started),
+                launch_callback=lambda: check_ranks(server_args, front),
             )
     finally:
         # As SGLang's launcher: after a failed start children would hold the device's memory.
         kill_process_tree(os.getpid(), include_parent=False)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _end(*_: object) -> NoReturn:

@@ -45,19 +45,14 @@ def own_selectors(module: str | None) -> Mapping[str, Any]:
     own: dict[str, Any] = {}
     for selector in selectors:
         try:
+            name, needs = selector.name, selector.needs
             # Methods are only looked up: that one is missing would else show in a forward.
-            name, needs, *_ = (
-                selector.name,
-                selector.needs,
-                selector.select,
-                selector.makes_variants,
-            )
+            _ = selector.select, selector.makes_variants
         except AttributeError as error:
             raise ValueError(f"{flag}: {selector!r} is no selector: {error}") from None
         if not isinstance(name, str) or not NAME.fullmatch(name):
-            raise ValueError(
-                f"{flag}: {name!r} is no name of a selector, which has a to z, 0 to 9, _ and -"
-            )
+            allowed = "which has a to z, 0 to 9, _ and -"
+            raise ValueError(f"{flag}: {name!r} is no name of a selector, {allowed}")
         if not isinstance(needs, frozenset) or not needs <= frozenset(Need):
             raise ValueError(f"{flag}: the needs of {name} must be a frozenset of radix_ext.Need")
         # Recipes and metrics know a selector by its name alone.
@@ -78,9 +73,8 @@ def own_needs(name: str, module: str | None, *, field: str = "reuse.selector") -
         needs: frozenset[Need] = own[name].needs
         return needs
     if name not in SELECTORS:
-        raise ValueError(
-            refusal(field, name) or f"must be one of {', '.join((*SELECTORS, *own))}, got {name!r}"
-        )
+        allowed = f"must be one of {', '.join((*SELECTORS, *own))}, got {name!r}"
+        raise ValueError(refusal(field, name) or allowed)
     return frozenset()
 
 

@@ -39,13 +39,13 @@ def register() -> None:
     if activate() is not None:
         register_attention_backend("torch_native")(create_cpu_attention)
     settings = config.from_env()
-    misplaced = guard = None
+    front = None
     # Schedulers and the detokenizer are spawned, and serve no HTTP.
     if settings is not None and multiprocessing.parent_process() is None:
         from sglang_chunkcache.front.app import install
 
-        misplaced, guard = install(settings)
-    register_hooks(settings, misplaced=misplaced, guard=guard)
+        front = install(settings)
+    register_hooks(settings, front)
 
 
 def create_cpu_attention(runner: Any) -> Any:

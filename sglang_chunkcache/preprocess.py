@@ -58,6 +58,7 @@ NUM_SAMPLED = 32
 PROGRESS_S = 5.0
 MAX_NAMED = 5
 """Refused chunks named on stderr; all are counted."""
+PASSES = ("alone", "behind_neighbors")
 PROBLEMS = ("failed", "paused")
 """Of a storage: it has not done what it was asked for."""
 FLAGS = ("--chunkcache-store-mib", "--chunkcache-storage-mib")
@@ -76,20 +77,11 @@ def main(argv: Sequence[str]) -> int:
         parser.error(f"--batch: must be from 1 to {MAX_BATCH}")
     has_bar = sys.stderr.isatty() and not args.json
     try:
-        client, texts = (
-            Client(args.url, args.api_key, max_connections=args.batch),
-            read_corpus(args.corpus),
-        )
+        texts = read_corpus(args.corpus)
         neighbors = read_neighbors(args.neighbors, texts)
-        result = preprocess(
-            client,
-            texts,
-            neighbors,
-            top_n=args.top_n,
-            system=args.system,
-            batch=args.batch,
-            has_bar=has_bar,
-        )
+        client = Client(args.url, args.api_key, max_connections=args.batch)
+        how = {"top_n": args.top_n, "system": args.system, "batch": args.batch}
+        result = preprocess(client, texts, neighbors, **how, has_bar=has_bar)
     except ServerError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
@@ -99,9 +91,7 @@ def main(argv: Sequence[str]) -> int:
     troubles = list(_troubles(result, args.max_missing))
     for trouble in troubles:
         print(f"{parser.prog}: {trouble}", file=sys.stderr)
-    return int(
-        bool(troubles or result["alone"]["refused"] or result["behind_neighbors"]["refused"])
-    )
+    return int(bool(troubles) or any(result[name]["refused"] for name in PASSES))
 
 
 def preprocess(
@@ -131,24 +121,17 @@ def preprocess(
 
     def post(chunk: str, before: Sequence[str]) -> dict[str, Any] | RefusedError:
         # The server refuses a chunk among its neighbors, so also a copy under another id.
-        others = [
-            {"id": item, "text": texts[item]} for item in before if texts[item] != texts[chunk]
-        ]
-        body = {
-            "chunk": {"id": chunk, "text": texts[chunk]},
-            "neighbors": others,
-            "messages": messages,
-        }
+        mine, *others = ({"id": each, "text": texts[each]} for each in (chunk, *before))
+        near = [other for other in others if other["text"] != mine["text"]]
+        body = {"chunk": mine, "neighbors": near, "messages": messages}
         try:
             return client.post("/chunkcache/preprocess", body)
         except RefusedError as error:
             return error
 
     def run(name: str, work: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-        found, fates = (
-            Counter(chunks=0, kept=0, chunk_tokens=0, refused=0),
-            Counter(moved=0, computed=0, missing=0),
-        )
+        found = Counter(chunks=0, kept=0, chunk_tokens=0, refused=0)
+        fates = Counter(moved=0, computed=0, missing=0)
         again, started = list[str](), time.monotonic()
         with tqdm(
             total=len(work), desc=name, unit=" chunks", dynamic_ncols=True, disable=not has_bar
@@ -165,11 +148,8 @@ def preprocess(
                         again.append(chunk)
                         continue
                     else:
-                        found.update(
-                            kept=answer["kept"],
-                            chunks=not answer["kept"],
-                            chunk_tokens=answer["chunk_tokens"],
-                        )
+                        found["kept" if answer["kept"] else "chunks"] += 1
+                        found["chunk_tokens"] += answer["chunk_tokens"]
                         fates.update(answer["neighbors"])
                     bar.update()
                     # A bar is drawn over itself, which a log file cannot show.
@@ -218,15 +198,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--top-n", type=int, default=TOP_N, help="neighbors before a chunk; default: %(default)s")
     text = (
         "requests in flight; the KV pool should hold as many chunks with their neighbors; default:"
-        " %(default)s"
     )
-    add("--batch", type=int, default=DEFAULT_BATCH, metavar="N", help=text)
+    add("--batch", type=int, default=DEFAULT_BATCH, metavar="N", help=f"{text} %(default)s")
     text = "share of the neighbors that may be missing, 0 to 1; default: %(default)s"
     add("--max-missing", type=float, default=0.01, metavar="SHARE", help=text)
     add("--system", metavar="TEXT", help="system message of the prompts; default: none")
-    add(
-        "--api-key", metavar="KEY", help="the API key of the server, or its admin key if it has one"
-    )
+    text = "the API key of the server, or its admin key if it has one"
+    add("--api-key", metavar="KEY", help=text)
     add("--json", action="store_true", help="print nothing but the JSON line")
     add_removed_flags(parser, ["--plan"])
     return parser
@@ -265,10 +243,8 @@ def _size(
         body = {"messages": [{"role": "user", "content": "?"}], "chunks": [{"text": text}]}
         with suppress(RefusedError):  # what is too long is refused again when it is sent
             spans = client.post("/chunkcache/explain", body)["spans"]
-            num_tokens, num_read = (
-                num_tokens + sum(span["end"] - span["start"] for span in spans),
-                num_read + len(text),
-            )
+            num_tokens += sum(span["end"] - span["start"] for span in spans)
+            num_read += len(text)
     num_chars = sum(map(len, texts.values())) + sum(len(texts[chunk]) for chunk in near)
     num_bytes = num_chars * num_tokens / max(1, num_read) * ranks[0]["store"]["token_bytes"]
     # Every chunk is stored alone, those with neighbors once more behind them.
@@ -298,14 +274,11 @@ def _answers(post: Callable[[str], T], chunks: Iterable[str], num: int) -> Itera
 
 
 def _table(result: Mapping[str, Any]) -> Iterator[str]:
-    for name in ("alone", "behind_neighbors"):
-        one = result[name]
+    for name in PASSES:
+        one, title = result[name], name.replace("_", " ")
         if one["chunks"] or one["kept"]:
             rate = f"{one['chunks_per_s']:9.1f} chunks/s" if one["chunks"] else ""
-            yield (
-                f"{name.replace('_', ' '):17} {one['chunks']:7} chunks {rate:18} {one['kept']:7}"
-                " kept"
-            )
+            yield f"{title:17} {one['chunks']:7} chunks {rate:18} {one['kept']:7} kept"
     # The first pass has no neighbors.
     found = result["behind_neighbors"]["neighbors"]
     yield "neighbors         " + ", ".join(f"{number} {kind}" for kind, number in found.items())
@@ -314,6 +287,7 @@ def _table(result: Mapping[str, Any]) -> Iterator[str]:
 def _troubles(result: Mapping[str, Any], max_missing: float) -> Iterator[str]:
     """What makes the command fail, beside refused chunks."""
     found = result["behind_neighbors"]["neighbors"]
+    room = f"raise {FLAGS[bool(result['storages'])]} or --chunkcache-store-chunks"
     if found["missing"] > max_missing * sum(found.values()):
         # Not 0: `missing` is over a share of it.
         share = found["missing"] / sum(found.values())
@@ -330,13 +304,10 @@ def _troubles(result: Mapping[str, Any], max_missing: float) -> Iterator[str]:
     if no_room := result["no_room"]:
         yield (
             f"{no_room} chunks found no room, {RESERVED_SHARE:.0%} of which is for preprocessed"
-            f" ones: raise {FLAGS[bool(result['storages'])]} or --chunkcache-store-chunks"
+            f" ones: {room}"
         )
     if evicted := result["evicted"]:
-        yield (
-            f"{evicted} entries were evicted: raise {FLAGS[bool(result['storages'])]} or"
-            " --chunkcache-store-chunks"
-        )
+        yield f"{evicted} entries were evicted: {room}"
     if unwritten := result["unwritten"]:
         yield (
             f"the storage has failed, or not taken an entry, {unwritten} times; start the command"

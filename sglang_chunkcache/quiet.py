@@ -11,67 +11,53 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import re
 import warnings
+from collections.abc import Mapping
 
 from sglang_chunkcache.config import ChunkCacheConfig
 
-PROGRESS: dict[str, tuple[str, ...]] = {
-    "sglang.srt.entrypoints.engine": ("server_args=", "Engine startup timings"),
-    "sglang.srt.parser.template_manager": ("Using default HuggingFace chat template",),
-    "sglang.srt.distributed.bootstrap": (
-        "Init parallel begin",
-        "Init parallel ends",
-        "Memory baseline taken",
-    ),
-    "sglang.srt.utils.numa_utils": ("init_threads_binding",),
-    "sglang.srt.model_executor.model_runner": ("Load weight begin", "Load weight end"),
-    "sglang.srt.mem_cache.memory_pool": ("KV Cache is allocated",),
-    "sglang.srt.mem_cache.host_memory": ("HiCache memory headroom",),
+PROGRESS = {
+    "sglang.srt.entrypoints.engine": "server_args=|Engine startup timings",
+    "sglang.srt.parser.template_manager": "Using default HuggingFace chat template",
+    "sglang.srt.distributed.bootstrap": "Init parallel (begin|ends)|Memory baseline taken",
+    "sglang.srt.utils.numa_utils": "init_threads_binding",
+    "sglang.srt.model_executor.model_runner": "Load weight (begin|end)",
+    "sglang.srt.mem_cache.memory_pool": "KV Cache is allocated",
+    "sglang.srt.mem_cache.host_memory": "HiCache memory headroom",
     "sglang.srt.mem_cache.pool_host.base": (
-        "Allocating chunk cache hierarchical",
-        "HiCache chunk cache host pool",
+        "Allocating chunk cache hierarchical|HiCache chunk cache host pool"
     ),
-    "sglang.srt.mem_cache.kv_cache_configurator": ("Memory pool end",),
+    "sglang.srt.mem_cache.kv_cache_configurator": "Memory pool end",
     "sglang.srt.model_executor.model_runner_components.cuda_graph_setup": (
-        "Disable prefill CUDA graph because",
+        "Disable prefill CUDA graph because"
     ),
-    "sglang.srt.managers.scheduler": ("max_total_num_tokens=",),
-    "sglang.srt.mem_cache.registry": ("Tree cache initialized",),
-    "sglang.srt.entrypoints.http_server": ("The server is fired up",),
+    "sglang.srt.managers.scheduler": "max_total_num_tokens=",
+    "sglang.srt.mem_cache.registry": "Tree cache initialized",
+    "sglang.srt.entrypoints.http_server": "The server is fired up",
     "uvicorn.error": (
-        "Started server process",
-        "Waiting for application startup",
-        "Application startup complete",
+        "Started server process|Waiting for application startup|Application startup complete"
     ),
 }
-"""What the start is doing, at INFO.
+"""What the start is doing, at INFO: by its source, how it begins.
 A step that fails has lines of its own; `/server_info` has the settings."""
 
-OF_NO_GPU: dict[str, tuple[str, ...]] = {
-    "sglang.srt.arg_groups.attention_hook": (
-        "Cuda graph is disabled because of using torch native",
-    ),
+OF_NO_GPU = {
+    "sglang.srt.arg_groups.attention_hook": "Cuda graph is disabled because of using torch native",
     "sglang.srt.distributed.bootstrap": (
-        "init_cpu_threads_env and shared memory based AllReduce is disabled",
+        "init_cpu_threads_env and shared memory based AllReduce is disabled"
     ),
-    "sglang.kernels.jit.utils.arch": ("Cannot detect CUDA architecture",),
+    "sglang.kernels.jit.utils.arch": "Cannot detect CUDA architecture",
 }
 """Warnings that say there is no GPU, or that its CPU kernels are not installed.
 Hidden only where torch finds no GPU."""
 
-OF_OTHER_MODELS: dict[str, tuple[str, ...]] = {
-    "sglang.srt.models.registry": tuple(
-        f"Ignore import error when loading sglang.srt.models.{name}:"
-        for name in (
-            "bailing_moe_linear",
-            "bailing_moe_nextn",
-            "falcon_mamba",
-            "inkling",
-            "mamba",
-            "midashenglm",
-        )
+OF_OTHER_MODELS = {
+    "sglang.srt.models.registry": (
+        r"Ignore import error when loading sglang\.srt\.models\.(bailing_moe_linear|"
+        r"bailing_moe_nextn|falcon_mamba|inkling|mamba|midashenglm):"
     ),
-    "sglang.srt.entrypoints.openai.serving_rerank": ("Using fallback token IDs for yes/no",),
+    "sglang.srt.entrypoints.openai.serving_rerank": "Using fallback token IDs for yes/no",
 }
 """Warnings of model classes whose optional packages (vllm, cutlass, torchaudio) are missing, and of
 the reranking endpoint, which needs a reranker. SGLang names the architecture of the served model if
@@ -100,7 +86,7 @@ def hide(config: ChunkCacheConfig | None) -> None:
         for name in group:
             # a filter stays when SGLang sets up logging
             logging.getLogger(name).addFilter(_is_shown)
-    logging.getLogger("uvicorn.access").addFilter(_is_no_warm_up)
+    logging.getLogger("uvicorn.access").addFilter(lambda _: not _is_starting)
     atexit.register(_mute_interpreters_end)
 
 
@@ -114,18 +100,14 @@ def started() -> None:
 
 
 def _is_shown(record: logging.LogRecord) -> bool:
-    message = record.getMessage()
+    def is_listed(group: Mapping[str, str]) -> bool:
+        listed = group.get(record.name)
+        return listed is not None and re.match(listed, record.getMessage()) is not None
+
     if record.levelno <= logging.INFO:
-        return not message.startswith(PROGRESS.get(record.name, ()))
-    if record.levelno > logging.WARNING:
-        return True
-    if message.startswith(OF_OTHER_MODELS.get(record.name, ())):
-        return False
-    return not message.startswith(OF_NO_GPU.get(record.name, ())) or _has_gpu()
-
-
-def _is_no_warm_up(record: logging.LogRecord) -> bool:
-    return not _is_starting
+        return not is_listed(PROGRESS)
+    is_hidden = is_listed(OF_OTHER_MODELS) or (is_listed(OF_NO_GPU) and not _has_gpu())
+    return record.levelno > logging.WARNING or not is_hidden
 
 
 def _has_gpu() -> bool:

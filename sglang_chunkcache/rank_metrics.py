@@ -39,19 +39,14 @@ class RankMetrics:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._prefix, self._gauges, self._counters, self._labels = (
-            prefix,
-            gauges,
-            counters,
-            labels or {},
-        )
+        self._prefix, self._labels = prefix, labels or {}
+        self._gauges, self._counters = gauges, counters
         self._exported: dict[str, Any] = {}
         self._told: dict[tuple[str, ...], int] = {}
         self._clock, self._shown_at, self._is_off = clock, 0.0, False
 
     @property
     def is_due(self) -> bool:
-        """Whether `SHOWN_S` have passed since the last figures."""
         return self._clock() >= self._shown_at
 
     def show(self, stats: Mapping[str, Any]) -> None:
@@ -78,23 +73,23 @@ class RankMetrics:
             elif stats[key] is not None:
                 self._of(name).set(stats[key])
         for name, (key, _) in self._counters.items():
-            if not isinstance(stats[key], Mapping):
+            if isinstance(stats[key], Mapping):
+                for reason, number in stats[key].items():
+                    self._raise(number, name, reason)
+            else:
                 self._raise(stats[key], name)
-                continue
-            for reason, number in stats[key].items():
-                self._raise(number, name, reason)
 
     def _create(self, stats: Mapping[str, Any]) -> None:
         from prometheus_client import Counter, Gauge
 
+        def labels(key: str, last: str) -> list[str]:
+            return [*self._labels, *([last] if isinstance(stats[key], Mapping) else [])]
+
+        made, prefix = self._exported, self._prefix
         for name, (key, mode, text) in self._gauges.items():
-            by_kind = ["kind"] if isinstance(stats[key], Mapping) else []
-            self._exported[name] = Gauge(
-                self._prefix + name, text, [*self._labels, *by_kind], multiprocess_mode=mode
-            )
+            made[name] = Gauge(prefix + name, text, labels(key, "kind"), multiprocess_mode=mode)
         for name, (key, text) in self._counters.items():
-            by_reason = ["reason"] if isinstance(stats[key], Mapping) else []
-            self._exported[name] = Counter(self._prefix + name, text, [*self._labels, *by_reason])
+            made[name] = Counter(prefix + name, text, labels(key, "reason"))
 
     def _raise(self, number: int, name: str, *reason: str) -> None:
         """A counter to its number."""

@@ -64,8 +64,7 @@ def decided(config: ChunkCacheConfig, found: list[str]) -> ChunkCacheConfig:
         flag_name("storage_backend"): config.storage_backend is not None,
     }
     if needing := [flag for flag, is_given in needs_ours.items() if is_given]:
-        why = (
-            f"which does not serve {named}" if config.tree == "auto" else "and the flag says stock"
-        )
+        is_asked = config.tree == "stock"
+        why = "and the flag says stock" if is_asked else f"which does not serve {named}"
         raise ValueError(f"{', '.join(needing)} needs {flag_name('tree')} chunk, {why}")
     return dataclasses.replace(config, tree="stock")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_chunkcache.config import flag_fields, flag_name
+from sglang_chunkcache.config import flag_fields, flag_name, help_texts
 from sglang_chunkcache.front.guard.lethal import REQUEST_RULES, SAMPLING_RULES, SEEN
 from sglang_chunkcache.wire.report import Fallback
 
@@ -32,7 +32,8 @@ def flag_rows() -> list[str]:
         default = "none" if knob.default is None else str(knob.default).replace("\n", "\\n")
         default = f"'{default}'" if "\\n" in default else default
         choices = ", ".join(f"`{choice}`" for choice in knob.metadata["choices"] or ())
-        sets = f"{knob.metadata['help']}: {choices}" if choices else knob.metadata["help"]
+        what, _ = help_texts()[knob.name]
+        sets = f"{what}: {choices}" if choices else what
         rows.append(f"| `{flag_name(knob.name)}` | `{default}` | {sets} |")
     return rows
 

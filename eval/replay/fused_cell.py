@@ -15,6 +15,7 @@ from eval.replay.grid import DEFAULTS, Cell
 from eval.replay.trace import TraceFacts, TraceRequest
 from eval.replay.verdict import capacity_name
 from sglang_chunkcache import ChunkCacheConfig
+from sglang_chunkcache.config import help_texts
 from sglang_chunkcache.removed import add_removed_flags
 
 KNOBS = (
@@ -76,7 +77,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     for field in fields(ChunkCacheConfig):
         if field.name in KNOBS:
             kind, choices = type(field.default), field.metadata["choices"]
-            text = f"{field.metadata['help']}; default: %(default)s"
+            text = f"{help_texts()[field.name][0]}; default: %(default)s"
             name = f"--{field.name.replace('_', '-')}"
             group.add_argument(name, type=kind, default=field.default, choices=choices, help=text)
     add_removed_flags(parser, ["--scoring"])

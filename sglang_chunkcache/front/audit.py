@@ -26,12 +26,10 @@ from typing import Any, Protocol
 
 from sglang.srt.environ import envs
 
-from radix_ext import Span
-from radix_ext.agreement import Agreement, Row, Tally, compare
-from radix_ext.audit import AuditDecision
+from radix_ext.agreement import Row, Tally, compare
 from radix_ext.fusion_request import AskedRatio
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
-from sglang_chunkcache.front.request import RagRequest
+from sglang_chunkcache.front.request import Planned, RagRequest
 
 logger = logging.getLogger(__name__)
 
@@ -97,46 +95,33 @@ class Skip(StrEnum):
 class Check:
     """An answer to compare."""
 
+    planned: Planned
+    """Its terms are what was asked for: what such requests get decides their state, whoever
+    chose."""
     input_ids: list[int]
     """Prompt and answer."""
-    spans: tuple[Span, ...]
-    namespace: str
     rows: list[Row]
     """Of the answer's tokens."""
     temperature: float
-    terms: AuditDecision
-    """What was asked for: what such requests get decides their state, whoever chose."""
     selected_by: str
     """As the answer says it: what did choose."""
     ratio: AskedRatio
     """None: nothing is recomputed."""
-    tenant: str
-    extra_key: str | None
-    cache_salt: str | None
     rank: int
     epoch: int
     """Of the rank's cache."""
     since: float
 
-    @property
-    def prompt_len(self) -> int:
-        return len(self.input_ids) - len(self.rows)
-
 
 class Prefills(Protocol):
-    """What the audit asks of the engine."""
+    """The engine, which makes the audit and so cannot be imported here."""
 
     @property
-    def max_prompt_len(self) -> int:
-        """Tokens that a prompt may have."""
+    def max_prompt_len(self) -> int: ...
 
-    async def has_room(self, rank: int, num_tokens: int) -> bool:
-        """Whether nothing waits at the rank, and its pool can do without that many slots.
-        Its mirror knows its epoch then."""
+    async def has_room(self, rank: int, num_tokens: int) -> bool: ...
 
-    async def prefill(self, check: Check, *, top: int) -> Mapping[str, Any]:
-        """SGLang's output for `check.input_ids`:
-        exact, with logprobs from the prompt's last token on, inserted nowhere."""
+    async def prefill(self, check: Check, *, top: int) -> Mapping[str, Any]: ...
 
 
 @dataclass(slots=True)
@@ -169,11 +154,8 @@ class Listener:
         # answer's work would grow with the square of its length.
         new = listed if incremental else listed[len(self.rows) :]
         self.rows += [[(one[0], one[1]) for one in row or ()] for row in new]
-        if self.asked_top is None:
-            for name in (*PLAIN, *LISTS):
-                meta.pop(name, None)
-        elif not self.asked_top:
-            for name in LISTS:
+        if not self.asked_top:
+            for name in LISTS if self.asked_top == 0 else (*PLAIN, *LISTS):
                 meta.pop(name, None)
         elif self.asked_top < ANSWER_BEST:
             shown = _cut(new, self.asked_top)
@@ -214,9 +196,11 @@ class Auditor:
             return None
         params = {**(preferred or {}), **obj.sampling_params}
         temperature = _temperature(params)
-        if reason := _unfit(params):
-            self._skip(reason)
-        elif obj.custom_logit_processor:
+        if params.get("n", 1) != 1 or (params.get("beam_width") or 1) != 1:
+            self._skip(Skip.SEVERAL)
+        elif obj.custom_logit_processor or any(
+            (params.get(name) or neutral) != neutral for name, neutral in NEUTRAL.items()
+        ):
             self._skip(Skip.CONSTRAINED)
         elif temperature is None:
             self._skip(Skip.TEMPERATURE)
@@ -231,10 +215,10 @@ class Auditor:
         if listener.is_over:
             return
         listener.is_over = True
-        planned, known, terms = rag.planned, rag.known or {}, rag.planned.terms
-        num_rows = min(len(listener.rows), len(rag.output_ids), MAX_POSITIONS)
-        num_rows = min(num_rows, self._engine.max_prompt_len - len(planned.input_ids))
-        assert terms is not None
+        planned, known, rank = rag.planned, rag.known or {}, rag.served_by or 0
+        room = self._engine.max_prompt_len - len(planned.input_ids)
+        num_rows = min(len(listener.rows), len(rag.output_ids), MAX_POSITIONS, room)
+        assert planned.terms is not None
         assert planned.fusion is not None
         if not rag.is_complete or not listener.rows:
             self._skip(Skip.INCOMPLETE)
@@ -246,24 +230,18 @@ class Auditor:
             self._skip(Skip.FULL)
         else:
             rag.is_sampled = True
-            identity, ratio = planned.draft.identity, planned.fusion.asked_ratio
+            ratio, told = planned.fusion.asked_ratio, rag.report and rag.report.selector
             self._waiting.append(
                 Check(
+                    planned=planned,
                     input_ids=[*planned.input_ids, *rag.output_ids[:num_rows]],
-                    spans=planned.spans,
-                    namespace=planned.namespace,
                     rows=listener.rows[:num_rows],
                     temperature=listener.temperature,
-                    terms=terms,
-                    selected_by=(rag.report.selector if rag.report else None)
-                    or terms.whose.selector,
+                    selected_by=told or planned.terms.whose.selector,
                     # a label of a metric, and a client may send any number
                     ratio=round(ratio, 3) if isinstance(ratio, float) else ratio,
-                    tenant=identity.tenant,
-                    extra_key=identity.extra_key,
-                    cache_salt=identity.cache_salt,
-                    rank=rag.served_by or 0,
-                    epoch=self._epoch(rag.served_by or 0),
+                    rank=rank,
+                    epoch=self._epoch(rank),
                     since=self._clock(),
                 )
             )
@@ -323,8 +301,11 @@ class Auditor:
                     self._conclude(check, _exact_rows(output, len(check.rows)))
                 else:
                     self._skip(Skip.FLUSHED)
-            except Exception as error:  # an audit harms no request
-                self._fail(error)
+            except Exception:  # an audit harms no request
+                self._skip(Skip.FAILED)
+                if not self._has_failed:
+                    logger.exception("chunk cache: an audit failed (further ones are counted)")
+                self._has_failed = True
             # Only now: a check under way counts in MAX_WAITING. By identity (eq=False), else checks
             # would be compared token by token.
             self._waiting.remove(check)
@@ -340,39 +321,19 @@ class Auditor:
                 return check
         return None
 
-    def _fail(self, error: Exception) -> None:
-        self._skip(Skip.FAILED)
-        if not self._has_failed:
-            logger.warning(
-                "chunk cache: an audit failed (further ones are counted)", exc_info=error
-            )
-        self._has_failed = True
-
     def _conclude(self, check: Check, exact: Sequence[Row]) -> None:
         found = compare(exact, check.rows, temperature=check.temperature)
-        assert self._bookkeeper.audit is not None
-        is_below = found.share < self._bookkeeper.audit.target
-        selector, ratio, tenant = self._count(check, found, is_below)
-        self._bookkeeper.metrics.observe_audit(
-            selector, ratio, tenant, found.share, found.kl, is_below=is_below
-        )
-        self._bookkeeper.audited(check.terms, found.share)
-
-    def _count(self, check: Check, found: Agreement, is_below: bool) -> tuple[str, AskedRatio, str]:
-        key = (check.selected_by, check.ratio, check.tenant)
+        bookkeeper, planned = self._bookkeeper, check.planned
+        assert bookkeeper.audit is not None
+        assert planned.terms is not None
+        is_below = found.share < bookkeeper.audit.target
+        key = (check.selected_by, check.ratio, planned.draft.identity.tenant)
         # The metrics have a series for each key, and clients choose ratio and tenant.
         if key not in self._tallies and len(self._tallies) >= MAX_TALLIES:
             key = (check.selected_by, None, OTHERS)
         self._tallies.setdefault(key, Tally()).add(found, is_below=is_below)
-        return key
-
-
-def _unfit(params: Mapping[str, Any]) -> Skip | None:
-    if params.get("n", 1) != 1 or (params.get("beam_width") or 1) != 1:
-        return Skip.SEVERAL
-    if any((params.get(name) or neutral) != neutral for name, neutral in NEUTRAL.items()):
-        return Skip.CONSTRAINED
-    return None
+        bookkeeper.metrics.observe_audit(*key, found.share, found.kl, is_below=is_below)
+        bookkeeper.audited(planned.terms, found.share)
 
 
 def _temperature(params: Mapping[str, Any]) -> float | None:

@@ -49,7 +49,7 @@ class Place(NamedTuple):
     chain: ChainId
     namespace: str
     parent: ChainId | None
-    """The node above. None: the chunk is its prompt's first."""
+    """None: the chunk is its prompt's first."""
     chunk: Chunk | None
     """None: the prompt's head, which is no node."""
     depth: int
@@ -103,13 +103,12 @@ class BlockIndex:
         for place in reversed(known):
             self._places.move_to_end(place.chain)
         identity, ids = planned.draft.identity, planned.input_ids
-        walk = _Walk(
-            [*pairwise(ids)] if self._is_paired else array("q", ids),
-            known[-1].block if known else hash((identity.cache_salt, identity.lora)),
-            known[-1].num_pages if known else 0,
-            deque(stops[len(known) :]),
-        )
-        return [place for place in (*known, *self._advance(walk)) if place.chunk is not None]
+        block, num_pages = hash((identity.cache_salt, identity.lora)), 0
+        if known:
+            block, num_pages = known[-1].block, known[-1].num_pages
+        tokens = [*pairwise(ids)] if self._is_paired else array("q", ids)
+        walk = _Walk(tokens, block, num_pages, deque(stops[len(known) :]))
+        return _chunks((*known, *self._advance(walk)))
 
     def store(self, event: BlockStored) -> list[Place]:
         """Returns the chunks that may be elsewhere than before, as `remove` does.
@@ -137,18 +136,15 @@ class BlockIndex:
         changed = self._at(event.block_hashes)
         for walk in woken:
             changed += self._advance(walk)
-        return [place for place in changed if place.chunk is not None]
+        return _chunks(changed)
 
     def remove(self, event: BlockRemoved) -> list[Place]:
         bit = _bit(event.medium)
         for block in event.block_hashes:
-            left = self.media.get(block, 0) & ~bit
-            if left:
+            if left := self.media.pop(block, 0) & ~bit:
                 self.media[block] = left
-            else:
-                self.media.pop(block, None)
         self._num_applied += 1
-        return [place for place in self._at(event.block_hashes) if place.chunk is not None]
+        return _chunks(self._at(event.block_hashes))
 
     def clear(self) -> list[Place]:
         """Nothing is anywhere. Which chunk ends where stays known. Returns those without a page."""
@@ -224,11 +220,12 @@ class BlockIndex:
 
     def _at(self, blocks: Iterable[int]) -> list[Place]:
         """The places that end in these pages, a prompt's first before those behind it."""
-        ending = self._ending
-        found = [
-            self._places[each] for block in blocks if block in ending for each in ending[block]
-        ]
-        return sorted(found, key=lambda place: place.depth)
+        chains = (each for block in blocks for each in self._ending.get(block, ()))
+        return sorted((self._places[each] for each in chains), key=lambda place: place.depth)
+
+
+def _chunks(places: Iterable[Place]) -> list[Place]:
+    return [place for place in places if place.chunk is not None]
 
 
 def _key(before: int, tokens: Sequence[Token]) -> int:

@@ -4,7 +4,6 @@ that selectors read."""
 from __future__ import annotations
 
 import asyncio
-import json
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ async def calibrate(parts: Parts, body: CalibrateIn) -> dict[str, Any]:
         RequestError: a rank refuses, with the reason.
     """
     examples = body.examples or [
-        CalibrationExample.model_validate(json.loads(line))
+        CalibrationExample.model_validate_json(line)
         for line in CANNED.read_text(encoding="utf-8").splitlines()
     ]
     # Tokenised off the event loop: a body may have 64 examples of 64 chunks.

@@ -18,8 +18,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.responses import PlainTextResponse
 
@@ -57,22 +56,15 @@ class Drain:
     """ASGI middleware.
 
     Args:
-        readiness: is told of the signal.
-        manager: SGLang's tokenizer manager, once the app runs.
+        readiness: is told of the signal, and knows SGLang's tokenizer manager.
         lame_duck_s: seconds after the signal in which new requests are served.
         limit_s: seconds that running requests have after those.
     """
 
     def __init__(
-        self,
-        app: ASGIApp,
-        readiness: Readiness,
-        *,
-        manager: Callable[[], Any],
-        lame_duck_s: float,
-        limit_s: float,
+        self, app: ASGIApp, readiness: Readiness, *, lame_duck_s: float, limit_s: float
     ) -> None:
-        self._app, self._readiness, self._manager = app, readiness, manager
+        self._app, self._readiness = app, readiness
         self._lame_duck_s, self._limit_s = lame_duck_s, limit_s
         self._signalled = 0.0
         self._leaving: asyncio.Task[None] | None = None
@@ -94,7 +86,7 @@ class Drain:
     def _listen(self) -> None:
         """Take SIGTERM over from uvicorn, which would end at once, and from SGLang, which would set
         its handler with the first request: it does so once, so it does it now."""
-        self._manager().auto_create_handle_loop()
+        self._readiness.manager().auto_create_handle_loop()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._terminate)
 
     def _refusal(self, scope: Scope) -> ASGIApp | None:
@@ -106,7 +98,11 @@ class Drain:
         # SGLang's /health says 503 only once gracefully_exit is set, which is after the lame duck.
         if path in HEALTH and self._readiness.is_leaving:
             return PlainTextResponse("shutting down", 503)
-        if scope["method"] in READING or path == ABORT or not self._manager().gracefully_exit:
+        if (
+            scope["method"] in READING
+            or path == ABORT
+            or not self._readiness.manager().gracefully_exit
+        ):
             return None
         refusal = error_response(BusyError("the server is shutting down"))
         # a client that keeps its connection would send its next try here as well
@@ -123,26 +119,21 @@ class Drain:
 
     async def _leave(self) -> None:
         # asked before is_leaving is set, which is an objection itself
-        manager, is_ready = self._manager(), self._readiness.objection() is None
+        manager, is_ready = self._readiness.manager(), self._readiness.objection() is None
         self._readiness.is_leaving = True
         # No balancer sends requests to a server that is not ready, so nobody needs the time.
         if is_ready and self._lame_duck_s:
-            logger.info(
-                "chunk cache: SIGTERM: not ready any more, requests are served for %g s",
-                self._lame_duck_s,
-            )
+            told = "chunk cache: SIGTERM: not ready any more, requests are served for %g s"
+            logger.info(told, self._lame_duck_s)
             await asyncio.sleep(self._lame_duck_s)
         # SGLang's sigterm_watchdog ends the process when no request is left, amid a sleep below.
-        manager.gracefully_exit = True
+        manager.gracefully_exit, limit_s = True, self._limit_s
         logger.info(
-            "chunk cache: SIGTERM: new requests are refused, running ones have %g s", self._limit_s
+            "chunk cache: SIGTERM: new requests are refused, running ones have %g s", limit_s
         )
-        await asyncio.sleep(self._limit_s)
-        logger.warning(
-            "chunk cache: after %g s %d requests are aborted",
-            self._limit_s,
-            len(manager.rid_to_state),
-        )
+        await asyncio.sleep(limit_s)
+        num_left = len(manager.rid_to_state)
+        logger.warning("chunk cache: after %g s %d requests are aborted", limit_s, num_left)
         manager.abort_request(abort_all=True)
         await asyncio.sleep(LAST_S)
         logger.error("chunk cache: the server has not ended %g s after that, killing it", LAST_S)

@@ -134,6 +134,7 @@ class Engine:
 
     async def has_room(self, rank: int, num_tokens: int) -> bool:
         """Whether nothing waits at the rank, and its pool can do without that many slots.
+        Its mirror knows its epoch then.
 
         SGLang's load report costs nothing, but is as old as the rank's last batch. So the rank is
         asked where that says so: its answer comes after all that was sent before. Twice the slots
@@ -157,9 +158,10 @@ class Engine:
     async def prefill(self, check: Check, *, top: int) -> Mapping[str, Any]:
         """SGLang's output for an audit: exact, with logprobs from the prompt's last token on,
         inserted nowhere."""
+        planned, identity = check.planned, check.planned.draft.identity
         spans = RequestSpans(
-            check.spans,
-            check.namespace,
+            planned.spans,
+            planned.namespace,
             0,
             self._bookkeeper.mirrors[check.rank].acknowledgement,
             is_audit=True,
@@ -173,10 +175,10 @@ class Engine:
             },
             return_logprob=True,
             # SGLang matches no cached token from here on, so all of the answer is computed.
-            logprob_start_len=check.prompt_len - 1,
+            logprob_start_len=len(planned.input_ids) - 1,
             top_logprobs_num=top,
-            extra_key=check.extra_key,
-            cache_salt=check.cache_salt,
+            extra_key=identity.extra_key,
+            cache_salt=identity.cache_salt,
             routed_dp_rank=self._routed(check.rank),
             # else its latency would count as a request's
             log_metrics=False,

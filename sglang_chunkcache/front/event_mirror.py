@@ -54,12 +54,9 @@ class EventMirror(StockMirror):
     def hear(self, state: RankState) -> None:
         super().hear(state)
         if self._blocks is None:
-            size = state.counts["page_size"]
-            self._blocks = BlockIndex(
-                size,
-                is_paired=state.counts["border"] >= size,
-                max_places=self._tree.max_nodes,
-            )
+            size, max_places = state.counts["page_size"], self._tree.max_nodes
+            is_paired = state.counts["border"] >= size
+            self._blocks = BlockIndex(size, is_paired=is_paired, max_places=max_places)
 
     def take(self, seq: int, payload: bytes) -> None:
         """The next batch, of this number; once the rank has been heard."""
@@ -77,12 +74,12 @@ class EventMirror(StockMirror):
             for event in batch.events:
                 if isinstance(event, AllBlocksCleared):
                     self._begin()
-                elif self.is_told:
-                    self._show(
-                        self._blocks.store(event)
-                        if isinstance(event, BlockStored)
-                        else self._blocks.remove(event)
-                    )
+                elif not self.is_told:
+                    continue
+                elif isinstance(event, BlockStored):
+                    self._show(self._blocks.store(event))
+                else:
+                    self._show(self._blocks.remove(event))
         except ValueError as error:
             logger.warning("chunk cache: KV events of rank %d: %s", self.rank, error)
             self.drop("malformed")
@@ -91,12 +88,10 @@ class EventMirror(StockMirror):
         """Nothing of what the rank has told is believed any more."""
         if self.is_lost:
             return
-        logger.warning(
-            "chunk cache: KV events of rank %d: %s. Until /flush_cache the front assumes that what"
-            " was used least recently leaves first",
-            self.rank,
-            reason,
+        until = (
+            "Until /flush_cache the front assumes that what was used least recently leaves first"
         )
+        logger.warning("chunk cache: KV events of rank %d: %s. %s", self.rank, reason, until)
         self._dropped(reason)
         self._forget_all()
         self.is_told, self.is_lost = False, True
@@ -149,21 +144,16 @@ class EventMirror(StockMirror):
         assert self._blocks is not None
         tree, rank = self._tree, self.rank
         for place in places:
-            node, tier = tree.nodes.find(place.chain), self._blocks.tier(place)
-            promoted = int(node is not None and node.promoted)
-            if node is not None and node.is_held(rank):
+            tier = self._blocks.tier(place)
+            if self._holds(place.chain):
                 if tier is None:
                     tree.evict(place.chain, rank=rank)
                 else:
                     tree.move(place.chain, rank=rank, tier=tier)
             elif tier is None or place.chunk is None:
                 continue
-            elif place.parent is None:
-                tree.insert(
-                    place.namespace, [place.chunk], rank=rank, tier=tier, promoted_len=promoted
-                )
             # else what it is behind has left
-            elif (above := tree.nodes.find(place.parent)) is not None and above.is_held(rank):
-                tree.extend(
-                    place.parent, [place.chunk], rank=rank, tier=tier, promoted_len=promoted
-                )
+            elif place.parent is None or self._holds(place.parent):
+                node = tree.nodes.find(place.chain)
+                promoted = int(node is not None and node.promoted)
+                self._place(place.namespace, place.parent, place.chunk, tier, promoted)

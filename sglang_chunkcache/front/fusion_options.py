@@ -120,7 +120,6 @@ def fused_request(
 
 
 def _number(named: int | str) -> int | None:
-    """As `FusionRequest` has it."""
     return named if isinstance(named, int) else {"last": 0, "calibrated": None}[named]
 
 

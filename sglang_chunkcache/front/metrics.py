@@ -20,10 +20,8 @@ COUNTERS = {
     "prompt_tokens": ("fate", "prompt tokens by fate: exact, relocated, recomputed, computed"),
     "chunks": (
         "kind",
-        (
-            "chunks by kind: retrieved, repeated (in one request), empty, dropped (already seen),"
-            " planned, hit"
-        ),
+        "chunks by kind: retrieved, repeated (in one request), empty, dropped (already seen),"
+        " planned, hit",
     ),
     "sources": (
         "source",
@@ -57,50 +55,70 @@ COUNTERS = {
 """Name -> (label, help). Every count is a number of requests, tokens, chunks or searches,
 as its name says."""
 
-# orders are decided on the event loop, which serves nobody meanwhile: 10 ms would be felt
-ORDER_BUCKETS_S = (1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4, 1e-3, 2e-3, 5e-3, 1e-2)
-REUSE_BUCKETS_S = (
-    1e-4,
-    2e-4,
-    5e-4,
-    1e-3,
-    2e-3,
-    5e-3,
-    1e-2,
-    2e-2,
-    5e-2,
-    0.1,
-    0.2,
-    0.5,
-    1.0,
-    2.0,
-    5.0,
-)
-SEARCH_BUCKETS_S = (
-    1e-4,
-    2e-4,
-    5e-4,
-    1e-3,
-    2e-3,
-    5e-3,
-    1e-2,
-    2e-2,
-    5e-2,
-    0.1,
-    0.2,
-    0.5,
-    1.0,
-    2.0,
-    5.0,
-    10.0,
-)
-
-
 RETRIEVAL_STATES = ("up", "stale", "down")
 """See `search_queue.RetrievalState`."""
 
+_STEPS_S = [float(f"{step}e{power}") for power in range(-5, 1) for step in (1, 2, 5)]
+BUCKETS_S = {
+    # orders are decided on the event loop, which serves nobody meanwhile: 10 ms would be felt
+    "order_seconds": [each for each in _STEPS_S if each <= 1e-2],
+    "reuse_seconds": [each for each in _STEPS_S if each >= 1e-4],
+    "retrieval_seconds": [*(each for each in _STEPS_S if each >= 1e-4), 10.0],
+}
 
-AUDIT_LABELS = ["selector", "ratio", "tenant"]
+AUDITED = "selector ratio tenant"
+"""Labels of an audit's figures."""
+FIGURES: dict[str, tuple[str, str, str]] = {
+    **{name: ("Counter", label, text) for name, (label, text) in COUNTERS.items()},
+    "order_seconds": ("Histogram", "", "time of one order and route decision"),
+    "reuse_seconds": (
+        "Histogram",
+        "phase",
+        "time that a fused request's reuse took, by phase: lookup, relocate, select, recompute,"
+        " extend",
+    ),
+    "retrieval_seconds": (
+        "Histogram",
+        "phase",
+        "time that retrieval took, by phase: queued (a request); encode, dense, bm25, read (a"
+        " batch)",
+    ),
+    "audits": (
+        "Counter",
+        f"{AUDITED} target",
+        "answers compared with an exact prefill, by target: met, below",
+    ),
+    # a Summary's sum and count give the mean; buckets would multiply with tenants and ratios
+    "audit_agreement": (
+        "Summary",
+        AUDITED,
+        "share of an audited answer's positions whose best token is that of an exact prefill",
+    ),
+    "audit_kl": (
+        "Summary",
+        AUDITED,
+        "KL(exact || moved) of an audited answer in nats, mean of its positions",
+    ),
+    "audit_state": (
+        "Gauge",
+        "selector state",
+        "1 for the state of the server's terms: asked, paused, probation; 0 for the others",
+    ),
+    "audit_own_terms": (
+        "Gauge",
+        "state",
+        "terms of tenants' own (another selector, ratio or option) by state: asked, paused,"
+        " probation",
+    ),
+    "tree": ("Gauge", "kind", "1 for the tree that has the KV: chunk (ours) or stock (SGLang's)"),
+    "retrieval_state": (
+        "Gauge",
+        "state",
+        "1 for the state of retrieval: up, stale (an index that was replaced answers), down; 0 for"
+        " the others",
+    ),
+}
+"""Of Prometheus: name -> (kind of metric, labels, help)."""
 
 
 class Metrics:
@@ -116,16 +134,14 @@ class Metrics:
         self.search_seconds: defaultdict[str, float] = defaultdict(float)
 
     def count(self, name: str, label: str, amount: int = 1) -> None:
-        """Add to one counter."""
         # a label with 0 would become a series of something that never happened
         if not amount:
             return
         self._totals[name][label] += amount
         if self._prometheus:
-            self._export(name).labels(label).inc(amount)
+            self._export(name, label).inc(amount)
 
     def observe_order(self, seconds: float) -> None:
-        """One order decision."""
         self.order_seconds += seconds
         self.num_orders += 1
         if self._prometheus:
@@ -135,25 +151,24 @@ class Metrics:
         """One phase of one fused request: lookup, relocate, select, recompute, extend."""
         self.phase_seconds[phase] += seconds
         if self._prometheus:
-            self._export("reuse_seconds").labels(phase).observe(seconds)
+            self._export("reuse_seconds", phase).observe(seconds)
 
     def observe_search(self, phase: str, seconds: float) -> None:
         """One phase of retrieval: queued, of one request;
         first, encode, dense, bm25, read, of one batch."""
         self.search_seconds[phase] += seconds
         if self._prometheus:
-            self._export("retrieval_seconds").labels(phase).observe(seconds)
+            self._export("retrieval_seconds", phase).observe(seconds)
 
     def show_retrieval(self, state: str) -> None:
         """Which of RETRIEVAL_STATES holds."""
         if self._prometheus:
             for name in RETRIEVAL_STATES:
-                self._export("retrieval_state").labels(name).set(name == state)
+                self._export("retrieval_state", name).set(name == state)
 
     def show_tree(self, kind: str) -> None:
-        """Whose tree has the KV."""
         if self._prometheus:
-            self._export("tree").labels(kind).set(1)
+            self._export("tree", kind).set(1)
 
     def observe_audit(
         self,
@@ -173,19 +188,19 @@ class Metrics:
                 f"{ratio:g}" if isinstance(ratio, float) else ratio or "none",
                 tenant,
             )
-            self._export("audits").labels(*labels, "below" if is_below else "met").inc()
-            self._export("audit_agreement").labels(*labels).observe(agreement)
-            self._export("audit_kl").labels(*labels).observe(kl)
+            self._export("audits", *labels, "below" if is_below else "met").inc()
+            self._export("audit_agreement", *labels).observe(agreement)
+            self._export("audit_kl", *labels).observe(kl)
 
     def show_audit(self, audit: Audit) -> None:
         """Which state holds for the server's terms, and for how many of tenants' own each does."""
         if self._prometheus:
             # all states, so that the one that was left goes back to 0
             for state, number in audit.own_states.items():
-                self._export("audit_state").labels(audit.server.selector, state.value).set(
+                self._export("audit_state", audit.server.selector, state.value).set(
                     state is audit.state
                 )
-                self._export("audit_own_terms").labels(state.value).set(number)
+                self._export("audit_own_terms", state.value).set(number)
 
     def stats(self) -> dict[str, Any]:
         """The counts' part of `/chunkcache/stats`. Hit rates are shares since the start: prompt
@@ -211,85 +226,22 @@ class Metrics:
         }
 
     def totals(self) -> dict[str, dict[str, int]]:
-        """All counts since the start."""
         return {name: dict(counter) for name, counter in self._totals.items()}
 
-    def _export(self, name: str) -> Any:
+    def _export(self, name: str, *labels: str) -> Any:
         if name not in self._exported:
-            from prometheus_client import Counter as PrometheusCounter
-            from prometheus_client import Gauge, Histogram, Summary
+            import prometheus_client
 
-            if name in COUNTERS:
-                label, text = COUNTERS[name]
-                self._exported[name] = PrometheusCounter(f"chunkcache:{name}", text, [label])
-            elif name == "reuse_seconds":
-                text = (
-                    "time that a fused request's reuse took, by phase: lookup, relocate, select,"
-                    " recompute, extend"
-                )
-                self._exported[name] = Histogram(
-                    f"chunkcache:{name}", text, ["phase"], buckets=REUSE_BUCKETS_S
-                )
-            elif name == "retrieval_seconds":
-                text = (
-                    "time that retrieval took, by phase: queued (a request); encode, dense, bm25,"
-                    " read (a batch)"
-                )
-                self._exported[name] = Histogram(
-                    f"chunkcache:{name}", text, ["phase"], buckets=SEARCH_BUCKETS_S
-                )
-            elif name == "audits":
-                text = "answers compared with an exact prefill, by target: met, below"
-                self._exported[name] = PrometheusCounter(
-                    f"chunkcache:{name}", text, [*AUDIT_LABELS, "target"]
-                )
-            elif name == "audit_agreement":
-                text = (
-                    "share of an audited answer's positions whose best token is that of an exact"
-                    " prefill"
-                )
-                # sum and count give the mean; buckets would multiply with tenants and ratios
-                self._exported[name] = Summary(f"chunkcache:{name}", text, AUDIT_LABELS)
-            elif name == "audit_kl":
-                text = "KL(exact || moved) of an audited answer in nats, mean of its positions"
-                self._exported[name] = Summary(f"chunkcache:{name}", text, AUDIT_LABELS)
-            elif name == "audit_state":
-                text = (
-                    "1 for the state of the server's terms: asked, paused, probation; 0 for the"
-                    " others"
-                )
+            kind, names, text = FIGURES[name]
+            more: dict[str, Any] = {}
+            if kind == "Gauge":
                 # the default mode has a series for each process id; only the front sets ours
-                labels = ["selector", "state"]
-                self._exported[name] = Gauge(
-                    f"chunkcache:{name}", text, labels, multiprocess_mode="mostrecent"
-                )
-            elif name == "audit_own_terms":
-                text = (
-                    "terms of tenants' own (another selector, ratio or option) by state: asked,"
-                    " paused, probation"
-                )
-                self._exported[name] = Gauge(
-                    f"chunkcache:{name}", text, ["state"], multiprocess_mode="mostrecent"
-                )
-            elif name == "tree":
-                text = "1 for the tree that has the KV: chunk (ours) or stock (SGLang's)"
-                self._exported[name] = Gauge(
-                    f"chunkcache:{name}", text, ["kind"], multiprocess_mode="mostrecent"
-                )
-            elif name == "retrieval_state":
-                text = (
-                    "1 for the state of retrieval: up, stale (an index that was replaced answers),"
-                    " down; 0 for the others"
-                )
-                self._exported[name] = Gauge(
-                    f"chunkcache:{name}", text, ["state"], multiprocess_mode="mostrecent"
-                )
-            else:
-                text = "time of one order and route decision"
-                self._exported[name] = Histogram(
-                    f"chunkcache:{name}", text, buckets=ORDER_BUCKETS_S
-                )
-        return self._exported[name]
+                more["multiprocess_mode"] = "mostrecent"
+            elif kind == "Histogram":
+                more["buckets"] = BUCKETS_S[name]
+            create = vars(prometheus_client)[kind]
+            self._exported[name] = create(f"chunkcache:{name}", text, names.split(), **more)
+        return self._exported[name].labels(*labels) if labels else self._exported[name]
 
 
 def _share(part: float, whole: float) -> float | None:

@@ -92,16 +92,12 @@ async def _on_rank(
         await _run(parts, parts.planner.plan(_alone(planned.draft, absent)), raw_request)
         computed.add(absent)
         told = await _told(parts, planned, deadline)
-    rag = await _run(parts, planned, raw_request)
-    found = (
-        _found(planned, rag.report)
-        # a region whose pass has failed is computed in context, whatever was planned
-        if rag.report and Fallback.PASS_FAILED not in rag.fallbacks
-        else ()
-    )
-    return rag.fates() or {}, Counter(
-        _fate(index, found, computed) for index in range(len(planned.spans) - 1)
-    )
+    rag, found = await _run(parts, planned, raw_request), set[int]()
+    # a region whose pass has failed is computed in context, whatever was planned
+    if rag.report and Fallback.PASS_FAILED not in rag.fallbacks:
+        found = _found(planned, rag.report)
+    neighbors = range(len(planned.spans) - 1)
+    return rag.fates() or {}, Counter(_fate(index, found, computed) for index in neighbors)
 
 
 async def _told(parts: Parts, planned: Planned, deadline: float) -> Explanation:
@@ -116,10 +112,8 @@ async def _told(parts: Parts, planned: Planned, deadline: float) -> Explanation:
 def _absent(planned: Planned, told: Explanation, computed: Collection[int]) -> int | None:
     """Index of the first neighbour that the rank has no plain KV of,
     and that was not computed alone. None: of all it has."""
-    found = _found(planned, told)
-    return next(
-        (i for i in range(len(planned.spans) - 1) if i not in found and i not in computed), None
-    )
+    known = _found(planned, told).union(computed)
+    return next((index for index in range(len(planned.spans) - 1) if index not in known), None)
 
 
 def _found(planned: Planned, told: Explanation | Report) -> set[int]:

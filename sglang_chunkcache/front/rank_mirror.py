@@ -111,14 +111,11 @@ class RankMirror:
         """How far the mirror is from what the rank says of itself,
         once it has the events that come with it."""
         self.hear(state)
-        nodes, digest = self._tree.holdings.digest(self.rank)
-        behind = state.events.seq - self._seq
+        held, told = self._tree.holdings.digest(self.rank), state.events
         return {
-            "chunk_nodes": nodes,
-            "events_behind": behind,
-            "agrees": (nodes, digest) == (state.events.num_nodes, state.events.digest)
-            if behind == 0
-            else None,
+            "chunk_nodes": held[0],
+            "events_behind": told.seq - self._seq,
+            "agrees": held == (told.num_nodes, told.digest) if told.seq == self._seq else None,
             "restarts": self.num_restarts,
             "gaps": self.num_gaps,
             "resyncs": self.num_resyncs,
@@ -137,19 +134,15 @@ class RankMirror:
         """Have the rank's nodes told again if the mirror has others. Not where it would have them
         no better: a tree that is full forgets as many as it learns. And not again before there were
         as many events as nodes, whatever the reason is."""
-        held = self._tree.holdings.digest(self.rank)
-        if (
-            self._part is not None
-            or self._seq != batch.seq
-            or held == (batch.num_nodes, batch.digest)
-        ):
+        num_held, digest = self._tree.holdings.digest(self.rank)
+        is_same = (num_held, digest) == (batch.num_nodes, batch.digest)
+        if self._part is not None or self._seq != batch.seq or is_same:
             return
-        room = self._tree.max_nodes - (len(self._tree.nodes) - held[0])
+        room = self._tree.max_nodes - (len(self._tree.nodes) - num_held)
         # a tree that is too small for all gets at least twice what it has
-        is_of_use = batch.num_nodes <= room or 2 * held[0] < room
-        if is_of_use and (
-            self._resynced_at is None or self._seq - self._resynced_at >= batch.num_nodes
-        ):
+        is_of_use = batch.num_nodes <= room or 2 * num_held < room
+        since = self._resynced_at
+        if is_of_use and (since is None or self._seq - since >= batch.num_nodes):
             self._begin_parts()
 
     def _begin_parts(self) -> None:
@@ -170,16 +163,20 @@ class RankMirror:
         if self._holds(event.chain):  # it comes back from host memory, or is told again
             self._tree.move(event.chain, rank=self.rank, tier=Tier.DEVICE)
             return
-        chunks, promoted_len = [Chunk(event.chunk, event.num_tokens)], int(event.promoted)
-        if event.parent is None:
-            self._tree.insert(
-                event.namespace, chunks, rank=self.rank, tier=Tier.DEVICE, promoted_len=promoted_len
-            )
         # else its parent is yet to be told, and it comes in a part behind that
-        elif self._part is None or self._holds(event.parent):
-            self._tree.extend(
-                event.parent, chunks, rank=self.rank, tier=Tier.DEVICE, promoted_len=promoted_len
-            )
+        if event.parent is None or self._part is None or self._holds(event.parent):
+            chunk = Chunk(event.chunk, event.num_tokens)
+            self._place(event.namespace, event.parent, chunk, Tier.DEVICE, int(event.promoted))
+
+    def _place(
+        self, namespace: str, parent: ChainId | None, chunk: Chunk, tier: Tier, promoted_len: int
+    ) -> None:
+        """A chunk into the tree, behind its parent or first in its namespace."""
+        where: dict[str, Any] = {"rank": self.rank, "tier": tier, "promoted_len": promoted_len}
+        if parent is None:
+            self._tree.insert(namespace, [chunk], **where)
+        else:
+            self._tree.extend(parent, [chunk], **where)
 
     def _holds(self, chain: ChainId) -> bool:
         node = self._tree.nodes.find(chain)

@@ -29,7 +29,7 @@ class Readiness:
     """
 
     def __init__(self, manager: Callable[[], Any]) -> None:
-        self._manager = manager
+        self.manager = manager
         self._asking: asyncio.Task[Any] | None = None
         self._asked = 0.0
         self.is_started = False
@@ -40,7 +40,7 @@ class Readiness:
     def objection(self) -> str | None:
         """Why no requests should come; None: they may.
         Waits for nothing: the ranks are asked for the next time."""
-        manager = self._manager()
+        manager = self.manager()
         # SGLang's own mark is set only at the end of the lame duck
         if self.is_leaving or manager.gracefully_exit:
             return "shutting down"
@@ -55,14 +55,12 @@ class Readiness:
         as SGLang's `/health` would wait, unless that has waited in vain. Then asks again, if it is
         time to."""
         now, asking = time.monotonic(), self._asking
-        is_over = asking is not None and asking.done()
+        is_over = asking is None or asking.done()
         is_answered = (
-            asking is not None and is_over and not asking.cancelled() and asking.exception() is None
+            asking is not None and is_over and not asking.cancelled() and not asking.exception()
         )
         # one question at a time: a rank that hangs would gather a task for each probe
         if asking is None or (is_over and now - self._asked >= ASK_S):
             self._asked, self._asking = now, asyncio.ensure_future(manager.get_internal_state())
-        has_failed = manager.server_status is ServerStatus.UnHealthy
-        return is_answered or (
-            now - self._asked < http_server.HEALTH_CHECK_TIMEOUT and not has_failed
-        )
+        has_time = now - self._asked < http_server.HEALTH_CHECK_TIMEOUT
+        return is_answered or (has_time and manager.server_status is not ServerStatus.UnHealthy)

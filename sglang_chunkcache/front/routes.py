@@ -1,24 +1,6 @@
 """HTTP in and out: `/rag/v1/*` and `/chunkcache/*` on SGLang's own app. `/v1/*` stays SGLang's.
 
-POST /rag/v1/chat/completions   a chat completion with `chunks` and `conversation_id`
-POST /rag/v1/retrieve           what the server's index finds, without a prompt
-POST /rag/v1/generate           SGLang's /generate with `parts`: texts and chunk areas (frontend
-                                programs use it)
-GET  /rag/v1/models             SGLang's own, for clients that look there; /rag/v1/models/{model},
-                                too
-POST /rag/v1/completions        404 that says where to go; /rag/v1/embeddings and /rag/v1/responses,
-                                too
-POST /chunkcache/prefetch       what a request will need of the storage, ahead of it
-GET  /chunkcache/stats          counts only
-GET  /chunkcache/tree           the global tree, depth-limited
-POST /chunkcache/forget         forget access counts and conversations, as a restart would
-GET  /chunkcache/hints          what of the traffic keeps chunks from being found
-POST /chunkcache/explain        what would become of a chat request that is not run
-POST /chunkcache/preprocess     a chunk's KV after its neighbours, into the store (`--reuse fused`)
-POST /chunkcache/clear_store    empty every rank's store, preprocessed chunks included
-POST /chunkcache/calibrate      find out by which layers and heads the tokens to recompute are told
-
-The last seven show or change what other tenants see, so they ask for the admin level.
+What shows or changes what other tenants see asks for the admin level.
 """
 
 from __future__ import annotations
@@ -46,6 +28,15 @@ from sglang_chunkcache.front.preprocessing import preprocess
 
 Handler = Callable[..., Awaitable[Any]]
 
+KINDS = {
+    400: "BadRequestError",
+    413: "RequestTooLargeError",
+    422: "UnprocessableEntityError",
+    500: "InternalServerError",
+    503: "ServiceUnavailableError",
+}
+"""SGLang's names of errors."""
+
 
 class Routes:
     """The handlers. Each refuses with 400 and the field that is wrong."""
@@ -62,10 +53,9 @@ class Routes:
             ("GET", "/rag/v1/models", http_server.available_models),
             # a path, since hub names have a slash
             ("GET", "/rag/v1/models/{model:path}", http_server.retrieve_model),
-            *(
-                ("POST", f"/rag/v1/{name}", elsewhere)
-                for name in ("completions", "embeddings", "responses")
-            ),
+            ("POST", "/rag/v1/completions", elsewhere),
+            ("POST", "/rag/v1/embeddings", elsewhere),
+            ("POST", "/rag/v1/responses", elsewhere),
             ("POST", "/chunkcache/prefetch", self.chunkcache_prefetch),
             ("GET", "/chunkcache/stats", self.chunkcache_stats),
             ("GET", "/chunkcache/tree", self.chunkcache_tree),
@@ -78,7 +68,7 @@ class Routes:
         ]
 
     async def rag_chat_completions(self, raw_request: Request) -> Any:
-        """A chat completion over `chunks`."""
+        """A chat completion over `chunks`, of a conversation where it names one."""
         try:
             request, planned = await self._intake.chat(raw_request)
         except ChunkCacheError as error:
@@ -86,7 +76,7 @@ class Routes:
         return await self._parts.chat.serve(request, planned, raw_request)
 
     async def rag_retrieve(self, raw_request: Request) -> Any:
-        """The passages of a query or of the last user messages."""
+        """The passages that the server's index finds for a query or the last user messages."""
         try:
             body, found = await self._intake.retrieval(raw_request)
         except ChunkCacheError as error:
@@ -95,7 +85,7 @@ class Routes:
         return ORJSONResponse(found.listed(with_text=body.text))
 
     async def rag_generate(self, raw_request: Request) -> Any:
-        """SGLang's `/generate` over `parts`."""
+        """SGLang's `/generate` over `parts`, texts and chunk areas: frontend programs use it."""
         try:
             body, planned = await self._intake.generate(raw_request)
             return await generate(self._parts, body, planned, raw_request)
@@ -175,7 +165,8 @@ class Routes:
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
     async def chunkcache_calibrate(self, raw_request: Request) -> Any:
-        """Calibrate on the body's examples, or on prompts of our own."""
+        """Find out by which layers and heads the tokens to recompute are told, on the body's
+        examples or on prompts of our own."""
         try:
             check_fused(self._parts.config, "calibrate")
             body = parse(CalibrateIn, await json_object(raw_request, self._parts.config))
@@ -194,17 +185,12 @@ class Routes:
 async def elsewhere(raw_request: Request) -> ORJSONResponse:
     """What of OpenAI's is SGLang's alone."""
     path = raw_request.url.path
+    sglangs = path.removeprefix("/rag")
     message = (
-        f"{path} does not exist: use {path.removeprefix('/rag')}, or /rag/v1/chat/completions for"
-        " retrieved chunks"
+        f"{path} does not exist: use {sglangs}, or /rag/v1/chat/completions for retrieved chunks"
     )
-    error = {
-        "message": message,
-        "type": "invalid_request_error",
-        "param": None,
-        "code": "unknown_url",
-    }
-    return ORJSONResponse({"error": error}, status_code=404)
+    kind = {"type": "invalid_request_error", "param": None, "code": "unknown_url"}
+    return ORJSONResponse({"error": {"message": message, **kind}}, status_code=404)
 
 
 async def refused(raw_request: Request, error: Exception) -> ORJSONResponse:
@@ -216,22 +202,9 @@ async def refused(raw_request: Request, error: Exception) -> ORJSONResponse:
 def error_response(error: ChunkCacheError) -> ORJSONResponse:
     """SGLang's shape of an error. `param` is the field in front of the message's colon."""
     message, status = str(error), error.status
-    kinds = {
-        400: "BadRequestError",
-        413: "RequestTooLargeError",
-        422: "UnprocessableEntityError",
-        500: "InternalServerError",
-        503: "ServiceUnavailableError",
-    }
     # only a client's mistake begins with a field
     param = message.split(":")[0] if status < 500 else None
-    body = {
-        "object": "error",
-        "message": message,
-        "type": kinds[status],
-        "param": param,
-        "code": status,
-    }
+    told = {"message": message, "type": KINDS[status], "param": param, "code": status}
     # The rest of a body that is too large would be received for as long as the connection stands.
     headers = {"Connection": "close"} if status == 413 else None
-    return ORJSONResponse(body, status_code=status, headers=headers)
+    return ORJSONResponse({"object": "error", **told}, status_code=status, headers=headers)

@@ -28,7 +28,7 @@ from sglang_chunkcache.front.search_queue import (
 )
 
 if TYPE_CHECKING:
-    from retrieval.retriever import Hit, Mode, Retriever
+    from retrieval.retriever import Mode, Retriever
 
 T = TypeVar("T")
 
@@ -48,26 +48,37 @@ class Retrieval:
     @property
     def chunks(self) -> list[Passage]:
         """What was found, best first, as if the client had sent it."""
-        return _passages(self.found.hits)
+        return [Passage(hit.passage.id, hit.passage.content) for hit in self.found.hits]
 
     def answer(self) -> dict[str, Any]:
         """The `retrieval` object of a chat answer's `chunkcache`."""
-        return self._object([_brief(hit) for hit in self.found.hits])
+        return {
+            "query": self.query,
+            "mode": self.mode,
+            "k": self.k,
+            "passages": [
+                {
+                    "id": hit.passage.id,
+                    "score": round(float(hit.score), 6),
+                    "mode": hit.mode,
+                    "title": hit.passage.title,
+                }
+                for hit in self.found.hits
+            ],
+            "ms": {phase: round(value, 3) for phase, value in self.found.ms.items()},
+            "batch": self.found.batch_size,
+        }
 
     def listed(self, *, with_text: bool) -> dict[str, Any]:
         """The answer of `/rag/v1/retrieve`; `text` is what a chunk of the passage would hold."""
-        passages = []
-        for hit in self.found.hits:
+        answer = self.answer()
+        for told, hit in zip(answer["passages"], self.found.hits, strict=True):
             passage = hit.passage
-            place = {"start": passage.start, "end": passage.end, "tokens": passage.num_tokens}
-            text = {"text": passage.content} if with_text else {}
-            passages.append({**_brief(hit), "document": passage.document_id, **text, **place})
-        return self._object(passages)
-
-    def _object(self, passages: list[dict[str, Any]]) -> dict[str, Any]:
-        ms = {phase: round(value, 3) for phase, value in self.found.ms.items()}
-        asked = {"query": self.query, "mode": self.mode, "k": self.k}
-        return {**asked, "passages": passages, "ms": ms, "batch": self.found.batch_size}
+            told["document"] = passage.document_id
+            if with_text:
+                told["text"] = passage.content
+            told |= {"start": passage.start, "end": passage.end, "tokens": passage.num_tokens}
+        return answer
 
 
 class RagSearch:
@@ -139,21 +150,16 @@ class RagSearch:
             "searches": sum(self._metrics.totals()["searches"].values()),
             "batches": self._queue.num_batches,
             "waiting": self._queue.num_waiting,
-            "seconds": {
-                phase: round(total, 6) for phase, total in self._metrics.search_seconds.items()
-            },
+            "seconds": {name: round(s, 6) for name, s in self._metrics.search_seconds.items()},
         }
 
     def close(self) -> None:
-        """End its threads."""
         self._queue.close()
 
 
 def default_mode(retriever: Retriever, config: ChunkCacheConfig) -> Mode:
-    """How a request is searched that does not say."""
-    return (
-        retriever.modes[0] if config.retrieve_mode == "auto" else cast("Mode", config.retrieve_mode)
-    )
+    asked = config.retrieve_mode
+    return retriever.modes[0] if asked == "auto" else cast("Mode", asked)
 
 
 def query_of(
@@ -171,10 +177,8 @@ def query_of(
             raise RequestError(f"{field}turns: not together with {field}query")
         if not options.query.strip():
             raise RequestError(f"{field}query: is empty")
-        if len(options.query) > max_chars:
-            raise RequestError(
-                f"{field}query: {len(options.query)} characters, at most {max_chars}"
-            )
+        if (length := len(options.query)) > max_chars:
+            raise RequestError(f"{field}query: {length} characters, at most {max_chars}")
         return options.query
     texts: list[str] = []
     for index in reversed(range(len(messages))):
@@ -193,22 +197,6 @@ def query_of(
     if not query.strip():
         raise RequestError(f"messages: no user's text to search for; say what in {field}query")
     return query
-
-
-# Private, in order of use
-
-
-def _passages(hits: Sequence[Hit]) -> list[Passage]:
-    return [Passage(hit.passage.id, hit.passage.content) for hit in hits]
-
-
-def _brief(hit: Hit) -> dict[str, Any]:
-    return {
-        "id": hit.passage.id,
-        "score": round(float(hit.score), 6),
-        "mode": hit.mode,
-        "title": hit.passage.title,
-    }
 
 
 async def unless_gone(result: Awaitable[T], is_gone: Callable[[], Awaitable[bool]]) -> T:

@@ -17,13 +17,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import threading
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, NamedTuple
+from queue import Empty, Full, Queue
+from threading import Event, Lock, Thread
+from typing import TYPE_CHECKING
 
 from retrieval.errors import CorruptIndexError, RetrievalError
 from sglang_chunkcache.front.metrics import Metrics
@@ -50,34 +51,23 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class RetrievalState:
-    """Whether requests can be searched for.
-
-    Attributes:
-        name: "up"; "stale": answers come from an index that its directory does not hold any more,
-            since what is there cannot be served; "down": the last search failed, or the index is
-            damaged.
-        reason: of "stale" and "down".
-        since: when the state, or its reason, began.
-    """
+    """Whether requests can be searched for."""
 
     name: str
+    """"up"; "stale": answers come from an index that its directory does not hold any more, since
+    what is there cannot be served; "down": the last search failed, or the index is damaged."""
     reason: str | None
+    """Of "stale" and "down"."""
     since: datetime
-
-
-class _Settings(NamedTuple):
-    """What queries must share to be searched together.
-    k too: a larger one would cost the others, and may break ties anew."""
-
-    k: int
-    mode: Mode
-    nprobe: int
+    """When the state, or its reason, began."""
 
 
 @dataclass(slots=True, eq=False)
 class _Waiting:
     query: str
-    settings: _Settings
+    settings: tuple[int, Mode, int]
+    """k, mode, nprobe: queries that share them are searched together. k too: a larger one would
+    cost the others, and may break ties anew."""
     future: asyncio.Future[Found]
     since: float
 
@@ -102,22 +92,22 @@ class SearchQueue:
         refresh_s: float,
     ) -> None:
         self._retriever, self._metrics = retriever, metrics
-        self._max_batch, self._max_waiting, self._refresh_s = max_batch, max_waiting, refresh_s
+        self._max_batch, self._refresh_s = max_batch, refresh_s
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: deque[_Waiting] = deque()
-        self._changed = threading.Condition()
-        self._closed = threading.Event()
+        self._waiting: Queue[_Waiting | None] = Queue(max_waiting)
+        """None ends the worker."""
+        self._closed = Event()
         self.num_batches = 0
         self._failure: str | None = None  # of the last search
         self._refusal: str | None = None  # of the last look at the index's directory
-        self._noting = threading.Lock()
-        self._state = RetrievalState("up", None, datetime.now(UTC))
+        self._noting = Lock()
+        self.state = RetrievalState("up", None, datetime.now(UTC))
+        """Whether requests can be searched for."""
         metrics.show_retrieval("up")
-        self._threads = [threading.Thread(target=self._work, name="retrieval", daemon=True)]
+        self._threads = [Thread(target=self._work, name="retrieval", daemon=True)]
         if refresh_s:
-            self._threads.append(
-                threading.Thread(target=self._refresh, name="retrieval-refresh", daemon=True)
-            )
+            refresh = Thread(target=self._refresh, name="retrieval-refresh", daemon=True)
+            self._threads.append(refresh)
         for thread in self._threads:
             thread.start()
 
@@ -131,17 +121,14 @@ class SearchQueue:
             Exception: whatever else its search raised; logged.
         """
         self._loop = asyncio.get_running_loop()
-        item = _Waiting(
-            query, _Settings(k, mode, nprobe), self._loop.create_future(), time.perf_counter()
-        )
-        with self._changed:
-            has_room = len(self._waiting) < self._max_waiting
-            if has_room:
-                self._waiting.append(item)
-                self._changed.notify()
-        if not has_room:
+        future, since = self._loop.create_future(), time.perf_counter()
+        item = _Waiting(query, (k, mode, nprobe), future, since)
+        try:
+            self._waiting.put_nowait(item)
+        except Full:
             self._metrics.count("searches", "full")
-            raise QueueFullError(f"{self._max_waiting} searches wait already; try again later")
+            told = f"{self._waiting.maxsize} searches wait already; try again later"
+            raise QueueFullError(told) from None
         try:
             return await item.future
         except asyncio.CancelledError:
@@ -151,18 +138,13 @@ class SearchQueue:
     @property
     def num_waiting(self) -> int:
         """Requests whose search has not begun."""
-        return len(self._waiting)
-
-    @property
-    def state(self) -> RetrievalState:
-        """Whether requests can be searched for."""
-        return self._state
+        return self._waiting.qsize()
 
     def close(self) -> None:
         """End the threads; what waits is not answered any more."""
         self._closed.set()
-        with self._changed:
-            self._changed.notify()
+        with contextlib.suppress(Full):  # then the worker does not wait for a search
+            self._waiting.put_nowait(None)
         for thread in self._threads:
             thread.join()
 
@@ -170,31 +152,32 @@ class SearchQueue:
 
     def _work(self) -> None:
         while not self._closed.is_set():
-            groups: defaultdict[_Settings, list[_Waiting]] = defaultdict(list)
+            groups: defaultdict[tuple[int, Mode, int], list[_Waiting]] = defaultdict(list)
             for item in self._take():
                 groups[item.settings].append(item)
             for items in groups.values():
                 self._search(items)
 
     def _take(self) -> list[_Waiting]:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closed.is_set())
-            taken: list[_Waiting] = []
-            while self._waiting and len(taken) < self._max_batch:
-                item = self._waiting.popleft()
+        """All that waits, at most a batch, as soon as something does."""
+        taken = list[_Waiting]()
+        with contextlib.suppress(Empty):
+            while len(taken) < self._max_batch:
+                item = self._waiting.get(block=not taken)
+                if item is None:  # closed
+                    break
                 # one that is cancelled after this is searched for in vain; `_settle` leaves it out
                 if not item.future.cancelled():
                     taken.append(item)
-            return taken
+        return taken
 
     def _search(self, items: Sequence[_Waiting]) -> None:
         """Search for queries of the same settings."""
-        start = time.perf_counter()
+        start, (k, mode, nprobe) = time.perf_counter(), items[0].settings
         outcome: SearchResult | Exception
         try:
-            outcome = self._retriever.search(
-                [item.query for item in items], **items[0].settings._asdict()
-            )
+            queries = [item.query for item in items]
+            outcome = self._retriever.search(queries, k=k, mode=mode, nprobe=nprobe)
         except Exception as error:
             if len(items) > 1:  # one query's fault is not its neighbours': each alone
                 for item in items:
@@ -222,9 +205,8 @@ class SearchQueue:
         if isinstance(outcome, Exception):
             # an error is of one query: `_search` has tried each of a batch alone
             if not items[0].future.done():
-                self._metrics.count(
-                    "searches", "refused" if is_clients_fault(outcome) else "failed"
-                )
+                kind = "refused" if is_clients_fault(outcome) else "failed"
+                self._metrics.count("searches", kind)
                 items[0].future.set_exception(outcome)
             return
         for phase, ms in outcome.ms.items():
@@ -241,9 +223,8 @@ class SearchQueue:
         while not self._closed.wait(self._refresh_s):
             try:
                 if self._retriever.refresh():
-                    logger.info(
-                        "retrieval: now serving generation %s", self._retriever.info()["generation"]
-                    )
+                    generation = self._retriever.info()["generation"]
+                    logger.info("retrieval: now serving generation %s", generation)
                     if self._retriever.notice:
                         logger.warning("retrieval: %s", self._retriever.notice)
                     self._failure = None
@@ -257,15 +238,11 @@ class SearchQueue:
         # both threads derive it: without the lock a state could replace a newer one
         with self._noting:
             # damage first: it lasts, while the last failure may have been of one query
-            if reason := self._retriever.damage or self._failure:
-                name = "down"
-            elif reason := self._refusal:
-                name = "stale"
-            else:
-                name = "up"
-            if (name, reason) == (self._state.name, self._state.reason):
+            damage, refusal = self._retriever.damage or self._failure, self._refusal
+            name, reason = "down" if damage else "stale" if refusal else "up", damage or refusal
+            if (name, reason) == (self.state.name, self.state.reason):
                 return
-            self._state = RetrievalState(name, reason, datetime.now(UTC))
+            self.state = RetrievalState(name, reason, datetime.now(UTC))
             self._metrics.show_retrieval(name)
         if name == "down":
             logger.error("retrieval: down: %s", reason)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,12 @@ from urllib3.util.retry import Retry
 
 from retrieval.errors import RetrievalError
 from sglang_chunkcache import quiet
-from sglang_chunkcache.config import ChunkCacheConfig, flag_name, from_env
+from sglang_chunkcache.config import ChunkCacheConfig, flag_name
 from sglang_chunkcache.front.search import default_mode
 
 if TYPE_CHECKING:
     from retrieval.retriever import Retriever
+    from sglang_chunkcache.front.parts import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -47,18 +48,15 @@ def open_retriever(config: ChunkCacheConfig) -> Retriever:
             verify=config.index_verify == "on",
             threads=config.retrieve_threads,
         )
-        mode = default_mode(retriever, config)
-        if mode not in retriever.modes:
-            flag = flag_name("retrieve_mode")
-            raise RetrievalError(
-                f"{flag} {mode}: the index {config.index} offers {', '.join(retriever.modes)}"
-            )
+        mode, modes = default_mode(retriever, config), retriever.modes
+        if mode not in modes:
+            offers = f"the index {config.index} offers {', '.join(modes)}"
+            raise RetrievalError(f"{flag_name('retrieve_mode')} {mode}: {offers}")
         tried = "fusion" if mode == "filled" else mode  # words alone might fill the list
         retriever.search(["Does it work?"], k=1, mode=tried, nprobe=config.retrieve_nprobe)
     except ModuleNotFoundError as error:  # FAISS at once, others only where the index needs them
-        raise RetrievalError(
-            f"needs the extra 'retrieval': {error.name} is not installed"
-        ) from None
+        missing = f"needs the extra 'retrieval': {error.name} is not installed"
+        raise RetrievalError(missing) from None
     if retriever.notice:
         logger.warning("retrieval: %s", retriever.notice)
     return retriever
@@ -77,19 +75,16 @@ def check_tokenizer(retriever: Retriever, path: str) -> None:
     # a tokenizer without tokenizer.json: no reason to stop a server
     with contextlib.suppress(RetrievalError, OSError):
         if load_tokens(path).name.rpartition("@")[2] != name.rpartition("@")[2]:
-            logger.warning(
-                "retrieval: that is not the served model's tokenizer: passages are longer or"
-                " shorter for it"
-            )
+            told = "that is not the served model's tokenizer: passages are longer or shorter for it"
+            logger.warning("retrieval: %s", told)
 
 
 def calibrates(config: ChunkCacheConfig, ranks: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the start-up measures where the model keeps its evidence:
     where a selector reads it that is not known yet."""
-    is_read = config.calibrate == "on" or (
-        config.calibrate == "auto" and config.selector == "critical"
-    )
-    return is_read and not all(rank["calibration"]["figures"] for rank in ranks)
+    is_auto, is_read = config.calibrate == "auto", config.selector == "critical"
+    is_wanted = config.calibrate == "on" or (is_auto and is_read)
+    return is_wanted and not all(rank["calibration"]["figures"] for rank in ranks)
 
 
 def warm_up(server_args: Any) -> bool:
@@ -103,58 +98,41 @@ def warm_up(server_args: Any) -> bool:
     return is_warm
 
 
-def check_ranks(
-    server_args: Any, retriever: Retriever | None, *, started: Callable[[], None]
-) -> None:
-    """Start-up check: every rank reports our cache, and the tokenizer suits us; then `started` is
-    called. Otherwise the server stops, with the reason."""
+def check_ranks(server_args: Any, front: Parts) -> None:
+    """Start-up check: every rank reports our cache, and the tokenizer suits us; then the front is
+    ready. Otherwise the server stops, with the reason."""
     from sglang.srt.utils import kill_process_tree
 
+    config, url = front.config, server_args.url()
     try:
         # where both are set the admin key opens no statistics
         key = server_args.api_key or server_args.admin_api_key
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
         session = requests.Session()
-        session.trust_env = False  # no proxy between the server and itself
+        session.headers.update({"Authorization": f"Bearer {key}"} if key else {})
+        session.verify = session.trust_env = False  # no proxy between the server and itself
         for scheme in ("http://", "https://"):  # the port may not be open yet
-            session.mount(
-                scheme,
-                HTTPAdapter(max_retries=Retry(connect=40, backoff_factor=0.2, backoff_max=2)),
-            )
-        answer = session.get(
-            server_args.url() + "/chunkcache/stats", headers=headers, timeout=60, verify=False
-        )
+            retry = Retry(connect=40, backoff_factor=0.2, backoff_max=2)
+            session.mount(scheme, HTTPAdapter(max_retries=retry))
+        answer = session.get(f"{url}/chunkcache/stats", timeout=60)
         answer.raise_for_status()
         ranks = answer.json()["ranks"]
-        settings = from_env()
-        is_stock = settings is not None and settings.is_stock
+        parts = ("pool",) if config.is_stock else ("free", "evictable", "protected")
         logger.info(
             "chunk cache: in on %d rank(s), each with a KV pool of %d tokens; tree: %s",
             len(ranks),
-            ranks[0]["pool"]
-            if is_stock
-            else sum(ranks[0][part] for part in ("free", "evictable", "protected")),
-            ranks[0]["tree"] if is_stock else "chunk",
+            sum(ranks[0][part] for part in parts),
+            ranks[0]["tree"] if config.is_stock else "chunk",
         )
-        if retriever is not None:
-            check_tokenizer(retriever, server_args.tokenizer_path or server_args.model_path)
-        if settings is not None and settings.reuse == "fused" and calibrates(settings, ranks):
-            told = session.post(
-                server_args.url() + "/chunkcache/calibrate", json={}, headers=headers, verify=False
-            )
-            logger.log(
-                logging.INFO if told.ok else logging.WARNING,
-                "chunk cache: selection calibrated: %s",
-                told.text,
-            )
+        if front.retriever is not None:
+            check_tokenizer(front.retriever, server_args.tokenizer_path or server_args.model_path)
+        if config.reuse == "fused" and calibrates(config, ranks):
+            told = session.post(f"{url}/chunkcache/calibrate", json={})
+            level = logging.INFO if told.ok else logging.WARNING
+            logger.log(level, "chunk cache: selection calibrated: %s", told.text)
         _set_status("Up")
         quiet.started()
-        started()
-        logger.info(
-            "chunk cache: ready, reuse %s: %s/rag/v1",
-            settings and settings.reuse,
-            server_args.url(),
-        )
+        front.readiness.is_started = True
+        logger.info("chunk cache: ready, reuse %s: %s/rag/v1", config.reuse, url)
     except Exception as error:
         logger.critical("chunk cache: start-up check failed, stopping: %s", error)
         kill_process_tree(os.getpid())

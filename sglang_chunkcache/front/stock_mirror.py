@@ -103,11 +103,8 @@ class StockMirror(RankMirror):
                 self._drop(node)
 
     def _use_chain(self, planned: Planned) -> None:
-        for node in reversed(
-            self._tree.match(
-                planned.namespace, (chunk.id for chunk in planned.chain), rank=self.rank
-            )
-        ):
+        ids = (chunk.id for chunk in planned.chain)
+        for node in reversed(self._tree.match(planned.namespace, ids, rank=self.rank)):
             self._use(node.chain, node.num_tokens)
         if planned.area:
             self._use(planned.namespace, planned.area[0].start)

@@ -24,6 +24,8 @@ from tokenizers import Tokenizer
 from sglang_chunkcache.errors import RequestError, TooLongError
 
 Encode = Callable[[str], tuple[int, ...]]
+Raw = Callable[[str], Sequence[int]]
+"""As the backend encodes, which may join a piece to what is before it."""
 
 WORDS = ("Aa", "b c", "\n\n", "Dd é 中 🙂")
 """Pieces that must join to their text."""
@@ -56,24 +58,19 @@ class ServedTokenizer:
         # Runs of white space are layout, which models learn as such: GPT-NeoX and Gemma have tokens
         # for them.
         self._control = {text: id for text, id in added.items() if text.replace("▁", " ").strip()}
-        self._raw: Callable[[str], Sequence[int]]
-        self._raw_plain: Callable[[str], Sequence[int]]
+        self._raw: Raw
+        self._raw_plain: Raw
+        composed = MOST_COMPOSED
         if own := _copied(tokenizer):
-            self._raw, self._raw_plain = (
-                partial(_ids, own),
-                partial(_ids, _without(own, self._control)),
-            )
-            is_composing = own.normalizer is not None
+            self._raw = partial(_ids, own)
+            self._raw_plain = partial(_ids, _without(own, self._control))
+            composed = 1 if own.normalizer is None else MOST_COMPOSED
         else:
             one, other = (copy.deepcopy(tokenizer) for _ in range(2))  # each keeps its switch
+            encode = partial(other.encode, add_special_tokens=False)
             self._raw = partial(one.encode, add_special_tokens=False)
-            self._raw_plain = partial(
-                other.encode, add_special_tokens=False, split_special_tokens=True
-            )
-            is_composing = True
-        self._longest = max(map(len, tokenizer.get_vocab())) * (
-            MOST_COMPOSED if is_composing else 1
-        )
+            self._raw_plain = partial(encode, split_special_tokens=True)
+        self._longest = composed * max(map(len, tokenizer.get_vocab()))
         bos_ids = tuple(tokenizer.encode(""))
         self.bos_ids = bos_ids if bos_ids == (tokenizer.bos_token_id,) else ()
         """What the tokenizer puts in front of a plain text prompt;
@@ -93,14 +90,8 @@ class ServedTokenizer:
         return self._piece(self._raw_plain, text)
 
     def decode(self, token_ids: Sequence[int], *, with_special: bool = True) -> str:
-        """The text of ids, special tokens included or not."""
-        return str(
-            self._tokenizer.decode(
-                list(token_ids),
-                skip_special_tokens=not with_special,
-                clean_up_tokenization_spaces=False,
-            )
-        )
+        how = {"skip_special_tokens": not with_special, "clean_up_tokenization_spaces": False}
+        return str(self._tokenizer.decode(list(token_ids), **how))
 
     def holds_control(self, text: str) -> bool:
         """Whether `encode` finds an added token in the text."""
@@ -128,7 +119,7 @@ class ServedTokenizer:
 
     # Private, in order of use
 
-    def _piece(self, raw: Callable[[str], Sequence[int]], text: str) -> tuple[int, ...]:
+    def _piece(self, raw: Raw, text: str) -> tuple[int, ...]:
         if not text:
             return ()
         if not self._guard:
@@ -145,7 +136,8 @@ class ServedTokenizer:
             # `encode` reads it
             self._guard = guard
             try:
-                if self._joined(self.encode, WORDS) == "".join(WORDS):
+                ids = [id for word in WORDS for id in self.encode(word)]
+                if self.decode(ids).removeprefix(" ") == "".join(WORDS):
                     return guard
             except RequestError:
                 continue
@@ -155,27 +147,20 @@ class ServedTokenizer:
 
     def _check_plain(self) -> None:
         control = set(self._control.values())
-        texts = [
-            text
-            for token in self._control
-            for text in (token, f"a{token}b", f" {token} ", token + token)
-        ]
+        forms = ("{0}", "a{0}b", " {0} ", "{0}{0}")
+        texts = [form.format(token) for token in self._control for form in forms]
         for text in (*WORDS, *texts):
             try:
                 ids = self.encode_plain(text)
             except TypeError:  # an `encode` without the option
                 ids = self.encode(text)
             # SentencePiece's put a space in front of what they are given
-            if not control.isdisjoint(ids) or self.decode(ids).removeprefix(
-                " "
-            ) != text.removeprefix(" "):
+            is_same = self.decode(ids).removeprefix(" ") == text.removeprefix(" ")
+            if not is_same or not control.isdisjoint(ids):
                 raise ValueError(
                     f"the tokenizer cannot write {text!r} as plain text, so a chunk could forge a"
                     " message; --chunkcache-chunk-tokens control serves it all the same"
                 )
-
-    def _joined(self, encode: Encode, words: Sequence[str]) -> str:
-        return self.decode([id for word in words for id in encode(word)]).removeprefix(" ")
 
 
 def _ids(tokenizer: Tokenizer, text: str) -> list[int]:
@@ -208,15 +193,12 @@ def _without(tokenizer: Tokenizer, tokens: Iterable[str]) -> Tokenizer:
     """
     state, nonce = json.loads(tokenizer.to_str()), secrets.token_hex(8)
     model = state["model"]
-    hidden = {
-        token: f"\ue000{nonce}{i}\ue001"
-        for i, token in enumerate(tokens)
-        if token != model.get("unk_token")
-    }
+    unknown = model.get("unk_token")  # the model looks it up by name
+    hidden = {each: f"\ue000{nonce}{i}\ue001" for i, each in enumerate(tokens) if each != unknown}
     state["added_tokens"] = [
         {**token, "content": hidden.get(token["content"], token["content"])}
         for token in state["added_tokens"]
-        if token["content"] != model.get("unk_token")  # the model looks it up by name
+        if token["content"] != unknown
     ]
     # renamed and not left out: in a Unigram vocabulary the place is the id
     if isinstance(model["vocab"], dict):
@@ -249,10 +231,8 @@ class RequestEncoder:
     def __call__(self, text: str) -> tuple[int, ...]:
         """Ids of one piece that is not a chunk's. Raises TooLongError."""
         if text not in self._known:
-            if self.is_longer(text, self._limit):
-                raise TooLongError(
-                    f"{self._field}: more than {self._limit} tokens, which is the context"
-                )
+            if self.is_longer(text, limit := self._limit):
+                raise TooLongError(f"{self._field}: more than {limit} tokens, which is the context")
             self._known[text] = self.tokenizer.encode(text)
         return self._known[text]
 

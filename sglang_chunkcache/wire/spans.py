@@ -44,10 +44,8 @@ class RequestSpans(Record, frozen=True):
     is_later_turn: bool = False
     """A follow-up turn: chunks of its own history are cache hits by construction and must not count
     as reuse."""
-
     is_audit: bool = False
     """Checks an earlier answer: it matches what is exact, and leaves nothing in the tree."""
-
     exact_gaps: Annotated[int, Meta(ge=0)] = 0
     """Promoted chunks after the exact prefix that are computed although they could be moved,
     at most (radix_ext/exact_growth.py)."""
@@ -64,12 +62,10 @@ def namespace_of(head_ids: Sequence[int], *identity: str | None) -> str:
     `identity` is extra_key, cache_salt, LoRA; None: not given. SGLang keeps an empty extra_key
     apart from none.
     """
-    named = chunk_id(head_ids) if len(head_ids) else ""
-    return blake2b(
-        # with lengths: text moved from one field to the next makes another namespace
-        "\0".join((named, *(f"{len(x)}:{x}" if x is not None else "" for x in identity))).encode(),
-        digest_size=12,
-    ).hexdigest()
+    # with lengths: text moved from one field to the next makes another namespace
+    named = (f"{len(x)}:{x}" if x is not None else "" for x in identity)
+    text = "\0".join((chunk_id(head_ids) if len(head_ids) else "", *named))
+    return blake2b(text.encode(), digest_size=12).hexdigest()
 
 
 def pack(request: RequestSpans, *, secret: str) -> dict[str, str]:

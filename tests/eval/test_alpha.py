@@ -14,8 +14,8 @@ pytest.importorskip("requests")
 from eval import alpha as command
 from eval.alpha import GRID, NUM_HALVINGS, calibrate, main, token_f1
 from eval.errors import CommandError
+from sglang_chunkcache.chunk_files import Example
 from sglang_chunkcache.client import Client, ServerError
-from sglang_chunkcache.examples import Example
 
 EXAMPLES = [Example(f"question {i}", ("one", "two", "three"), ("right answer",)) for i in range(10)]
 CHAT, GENERATE = "/rag/v1/chat/completions", "/rag/v1/generate"

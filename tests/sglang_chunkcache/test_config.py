@@ -11,7 +11,7 @@ import pytest
 from sglang_chunkcache import config
 from sglang_chunkcache.config import ChunkCacheConfig
 
-KNOBS = [f for f in dataclasses.fields(ChunkCacheConfig) if f.metadata.get("help")]
+KNOBS = [f for f in dataclasses.fields(ChunkCacheConfig) if "low" in f.metadata]
 
 
 def made_of(*flags: str) -> ChunkCacheConfig:
@@ -22,10 +22,10 @@ def made_of(*flags: str) -> ChunkCacheConfig:
 
 def value_of(field: Any) -> Any:
     """One that is not the default."""
-    known = field.metadata
+    known, kind = field.metadata, config.kind_of(field)
     if known["choices"]:
         return known["choices"][-1]
-    return known["kind"](known["low"] + 1) if known["kind"] in (int, float) else "text"
+    return kind(known["low"] + 1) if kind in (int, float) else "text"
 
 
 @pytest.mark.parametrize("field", KNOBS, ids=lambda f: f.name)
@@ -38,7 +38,7 @@ def test_value_out_of_range_is_refused_by_flag(field: Any) -> None:
     for limit, step, words in ((known["low"], -1, "at least"), (known["high"], 1, "at most")):
         if limit is not None:
             bad.append((limit + step, words))
-            ChunkCacheConfig(**{field.name: known["kind"](limit)})
+            ChunkCacheConfig(**{field.name: config.kind_of(field)(limit)})
     for value, words in bad:
         with pytest.raises(ValueError, match=f"{flag} must be {words}"):
             ChunkCacheConfig(**{field.name: value})
@@ -79,7 +79,7 @@ def test_help_is_the_manual() -> None:
     parser = argparse.ArgumentParser()
     config.add_flags(parser)
     assert "secret" not in parser.format_help()
-    assert all(f.metadata["why"] for f in KNOBS)
+    assert all(config.help_texts()[f.name][1] for f in KNOBS)
     grouped = [f for group in config.GROUPS.values() for f in config.flag_fields(group)]
     assert [f.name for f in grouped] == [f.name for f in config.flag_fields()]
     assert len(config.flag_fields()) <= 50

@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("requests")
 
+from sglang_chunkcache.chunk_files import Example, read_examples
 from sglang_chunkcache.client import ServerError
-from sglang_chunkcache.examples import Example, read_examples
 
 ROW = {"question": "q", "chunks": ["a", "b"], "answers": ["x"], "id": 7}
 
@@ -34,11 +34,16 @@ def test_examples_are_read(tmp_path: Path) -> None:
         (b"\xff\xfe", "utf-8"),
         (b"", "no examples"),
         *(
-            (text, "1: needs question, chunks and answers")
-            for text in (b"not json", b'["q"]', b"7", b"[" * 100_000)
+            (text, message)
+            for text, message in (
+                (b"not json", "1: not JSON"),
+                (b"[" * 100_000, "1: not JSON"),
+                (b'["q"]', "1: must be a JSON object"),
+                (b"7", "1: must be a JSON object"),
+            )
         ),
         (b'\n{"question": "q", "chunks": ["a"]}', "2: needs question, chunks and answers"),
-        ({"chunks": 7}, "1: needs question, chunks and answers"),
+        ({"chunks": 7}, "1: chunks and answers must be lists"),
         *(
             ({"chunks": each}, "1: question, chunks and answers must be")
             for each in ([], [""], [1])

@@ -11,6 +11,7 @@ being odd.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -92,13 +93,9 @@ def problem(fields: Mapping[str, Any], limits: Limits) -> Rule | None:
     one prompt's, or a batch's lists."""
     if found := _broken(REQUEST_RULES, fields, limits):
         return found
-    params = fields["sampling_params"]
     # the hook sees a batch before SGLang splits it
-    several = params if isinstance(params, list) else [params]
-    return next(
-        filter(None, (sampling_problem(one, limits) for one in several if isinstance(one, dict))),
-        None,
-    )
+    several = (each for each in _each(fields["sampling_params"]) if isinstance(each, dict))
+    return next(filter(None, (sampling_problem(each, limits) for each in several)), None)
 
 
 def sampling_problem(params: Mapping[str, Any], limits: Limits) -> Rule | None:
@@ -123,10 +120,10 @@ def _each(value: Any) -> list[Any]:
 
 
 def _has_unusable_ids(ids: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
-    if fields["image_data"] or fields["video_data"] or fields["audio_data"]:
-        return False  # placeholders of images are no tokens
-    if not isinstance(ids, list):
-        return False  # an object of one of SGLang's endpoints
+    # placeholders of images are no tokens
+    is_text = not (fields["image_data"] or fields["video_data"] or fields["audio_data"])
+    if not is_text or not isinstance(ids, list):  # one of SGLang's endpoints has an object
+        return False
     # a single prompt may be empty: in a session it adds nothing to what is there
     prompts = ids if ids and isinstance(ids[0], list) else [ids] if ids else []
     return any(
@@ -134,17 +131,9 @@ def _has_unusable_ids(ids: Any, fields: Mapping[str, Any], limits: Limits) -> bo
     )
 
 
-def _starts_before_the_prompt(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
-    starts = (start for start in _each(value) if start is not None)
-    # without logprobs SGLang does not read it
-    return any(_each(fields["return_logprob"])) and any(
-        not isinstance(start, int) or start < -1 for start in starts
-    )
-
-
-def _wants_more_than_there_are(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
-    counts = (count for count in _each(value) if count is not None)
-    return any(not isinstance(count, int) or count > limits.vocab_size for count in counts)
+def _is_beyond(value: Any, least: float, most: float) -> bool:
+    numbers = (number for number in _each(value) if number is not None)
+    return any(not isinstance(each, int) or not least <= each <= most for each in numbers)
 
 
 def _breaks_its_session(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
@@ -161,20 +150,12 @@ def _is_single(fields: Mapping[str, Any]) -> bool:
     return isinstance(fields["text"], str) or bool(ids and isinstance(ids[0], int))
 
 
-def _has_other_labels(labels: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
-    return limits.labels is not None and not limits.labels.issuperset(labels)
-
-
 def _reads_unknown_places(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
     """Places are only there in a prompt that is computed whole, with logprobs,
     and no prompt's text tells how many."""
     ids, starts = fields["input_ids"], _each(fields["logprob_start_len"])
-    if (
-        not ids
-        or not fields["return_logprob"]
-        or not fields["token_ids_logprob"]
-        or any(start != 0 for start in starts)
-    ):
+    has_logprobs = fields["return_logprob"] and fields["token_ids_logprob"]
+    if not ids or not has_logprobs or any(start != 0 for start in starts):
         return True
     # a list too short raises in `GenerateReqInput.__getitem__`, for this request alone
     several = zip(value, ids, strict=False) if isinstance(ids[0], list) else [(value, ids)]
@@ -203,20 +184,15 @@ def _integers(values: Any) -> Iterator[int]:
 
 
 def _is_no_bias(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
-    if not isinstance(value, dict) or not all(
-        isinstance(bias, int | float) for bias in value.values()
-    ):
-        return True
-    return any(not _fits(bias, fields) for bias in value.values())
+    return not isinstance(value, dict) or not all(
+        isinstance(bias, int | float) and _fits(bias, fields) for bias in value.values()
+    )
 
 
 def _overflows(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
     """As a divisor of `LARGE_LOGIT`."""
-    return (
-        isinstance(value, int | float)
-        and value > 0
-        and not _fits(LARGE_LOGIT / min(value, FLOAT32_MAX), fields)
-    )
+    is_divisor = isinstance(value, int | float) and value > 0
+    return is_divisor and not _fits(LARGE_LOGIT / min(value, FLOAT32_MAX), fields)
 
 
 def _fits(logit: float, fields: Mapping[str, Any]) -> bool:
@@ -228,35 +204,33 @@ def _fits(logit: float, fields: Mapping[str, Any]) -> bool:
     return abs(logit) <= FLOAT32_MAX * min(divisor, FLOAT32_MAX)
 
 
-def _may_be_too_short(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
-    # how long the texts of a grammar are is not known here
-    return value != 0 and any(fields.get(name) for name in GRAMMARS)
-
-
 def _are_no_strings(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
     return any(not isinstance(one, str | None) for one in _each(value))
 
 
-def _is_fraction(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
-    return isinstance(value, float)
+def _is_for_another_prompt(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
+    return isinstance(value, list) and _is_single(fields)
 
 
-def _is_unhashable(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
-    return isinstance(value, dict | list)
+def _is(*kinds: type) -> IsLethal:
+    return lambda value, *_: isinstance(value, kinds)
 
 
-def _explodes(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
-    return any(explodes(pattern) for pattern in _each(value) if isinstance(pattern, str))
+def _is_not(*kinds: type) -> IsLethal:
+    return lambda value, *_: not isinstance(value, kinds)
 
 
-def _by_name(*rules: Rule) -> dict[str, Rule]:
+def _rules(*rules: Rule) -> dict[str, Rule]:
     return {rule.name: rule for rule in rules}
 
 
-GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
-GRAMMAR = ("be a string", "the grammar cache hashes it", _is_unhashable)
+def _sampling(name: str, must: str, ends: str, is_lethal: IsLethal) -> Rule:
+    return Rule(f"sampling_params.{name}", must, ends, is_lethal)
 
-REQUEST_RULES = _by_name(
+
+GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+
+REQUEST_RULES = _rules(
     Rule(
         "input_ids",
         "have token ids of the vocabulary, and at least one for each prompt",
@@ -267,19 +241,22 @@ REQUEST_RULES = _by_name(
         "logprob_start_len",
         "be at least -1",
         "it counts other logprobs than it computed",
-        _starts_before_the_prompt,
+        # without logprobs SGLang does not read it
+        lambda value, fields, _: (
+            any(_each(fields["return_logprob"])) and _is_beyond(value, -1, math.inf)
+        ),
     ),
     Rule(
         "top_logprobs_num",
         "be at most the size of the vocabulary",
         "`topk` has no more, also for another request in the batch",
-        _wants_more_than_there_are,
+        lambda value, _, limits: _is_beyond(value, -math.inf, limits.vocab_size),
     ),
     Rule(
         "priority",
         "fit into 64 bits",
         "SGLang's default tree, in Rust, takes no more",
-        lambda value, fields, limits: not isinstance(value, int) or value not in PRIORITIES,
+        lambda value, *_: not isinstance(value, int) or value not in PRIORITIES,
         versions=("0.5.21", "0.5.22"),
     ),
     Rule(
@@ -292,32 +269,27 @@ REQUEST_RULES = _by_name(
         "session_id",
         "be a string",
         "SGLang's default tree, in Rust, takes nothing else",
-        lambda value, fields, limits: not isinstance(value, str),
+        _is_not(str),
     ),
-    Rule(
-        "received_time",
-        "be a number",
-        "main process: it counts from there",
-        lambda value, fields, limits: not isinstance(value, int | float),
-    ),
+    Rule("received_time", "be a number", "main process: it counts from there", _is_not(int, float)),
     Rule(
         "return_hidden_states",
         "not be an empty list",
         "it takes no list",
-        lambda value, fields, limits: value == [],
+        lambda value, *_: value == [],
     ),
     Rule(
         "lora_id",
         "be a string for one prompt",
         "it is added to `extra_key`",
-        lambda value, fields, limits: isinstance(value, list) and _is_single(fields),
+        _is_for_another_prompt,
     ),
     Rule(
         "positional_embed_overrides",
         "be left out",
         "it reads positions and tensors, which JSON cannot hold",
         lambda value, fields, limits: (
-            (isinstance(value, list) and _is_single(fields))
+            _is_for_another_prompt(value, fields, limits)
             or any(isinstance(one, JSON) for one in _each(value))
         ),
     ),
@@ -325,7 +297,9 @@ REQUEST_RULES = _by_name(
         "custom_labels",
         "be labels that the server was started with",
         "main process: Prometheus knows no such label",
-        _has_other_labels,
+        lambda labels, fields, limits: (
+            limits.labels is not None and not limits.labels.issuperset(labels)
+        ),
     ),
     Rule(
         "session_params",
@@ -341,88 +315,77 @@ REQUEST_RULES = _by_name(
     ),
 )
 
-SAMPLING_RULES = _by_name(
-    Rule(
-        "sampling_params.skip_special_tokens",
+SAMPLING_RULES = _rules(
+    _sampling(
+        "skip_special_tokens",
         "be true or false",
         "detokenizer: the tokenizer takes nothing else",
-        lambda value, fields, limits: not isinstance(value, bool),
+        _is_not(bool),
     ),
-    Rule(
-        "sampling_params.logit_bias",
+    _sampling(
+        "logit_bias",
         "be an object of numbers, within 32 bits also divided by the temperature",
         "it makes a tensor of them; infinite logits have no probabilities",
         _is_no_bias,
     ),
-    Rule(
-        "sampling_params.repetition_penalty",
+    _sampling(
+        "repetition_penalty",
         "be large enough to divide logits by it in 32 bits",
         "infinite logits have no probabilities",
         _overflows,
     ),
-    Rule(
-        "sampling_params.temperature",
+    _sampling(
+        "temperature",
         "fit into 32 bits",
         "hidden logits divided by infinity are no numbers",
-        lambda value, fields, limits: isinstance(value, int | float) and value > FLOAT32_MAX,
+        lambda value, *_: isinstance(value, int | float) and value > FLOAT32_MAX,
     ),
-    Rule(
-        "sampling_params.top_k",
+    _sampling(
+        "top_k",
         "be a whole number that fits into 32 bits",
         "it makes a tensor of it",
-        lambda value, fields, limits: (
+        lambda value, *_: (
             isinstance(value, float) or (isinstance(value, int) and value >= INT32_END)
         ),
     ),
-    Rule(
-        "sampling_params.min_new_tokens",
+    _sampling(
+        "min_new_tokens",
         "be 0 beside a grammar",
         "no token is left to sample when the grammar is through and the text too short",
-        _may_be_too_short,
+        # how long the texts of a grammar are is not known here
+        lambda value, fields, _: value != 0 and any(fields.get(name) for name in GRAMMARS),
     ),
-    Rule(
-        "sampling_params.stop",
-        "be a string, or strings",
-        "it looks for them in the text",
-        _are_no_strings,
-    ),
-    Rule(
-        "sampling_params.max_new_tokens",
-        "be a whole number",
-        "it cuts and counts by it",
-        _is_fraction,
-    ),
-    Rule(
-        "sampling_params.beam_width",
-        "be a whole number",
-        "it cuts and counts by it",
-        _is_fraction,
-    ),
-    Rule(
-        "sampling_params.stop_token_ids",
+    _sampling("stop", "be a string, or strings", "it looks for them in the text", _are_no_strings),
+    _sampling("max_new_tokens", "be a whole number", "it cuts and counts by it", _is(float)),
+    _sampling("beam_width", "be a whole number", "it cuts and counts by it", _is(float)),
+    _sampling(
+        "stop_token_ids",
         "be ids of the vocabulary, at most half of it",
         "with `min_new_tokens`, of another request too, it writes beyond the vocabulary,"
         " or none is left to sample",
         _bans_no_token_or_all,
     ),
-    Rule(
-        "sampling_params.stream_interval",
+    _sampling(
+        "stream_interval",
         "be a number",
         "it divides by it",
-        lambda value, fields, limits: bool(value) and not isinstance(value, int | float),
+        lambda value, *_: bool(value) and not isinstance(value, int | float),
     ),
-    Rule(
-        "sampling_params.stop_regex",
+    _sampling(
+        "stop_regex",
         "not repeat what varies by itself",
         "Python's `re` tries up to 2^n ways on n letters, and nothing else runs",
-        _explodes,
+        lambda value, *_: any(explodes(one) for one in _each(value) if isinstance(one, str)),
     ),
-    Rule(
-        "sampling_params.is_normalized",
+    _sampling(
+        "is_normalized",
         "be left out",
         "SGLang's own mark, after which the temperature is not checked",
-        lambda value, fields, limits: bool(value),
+        lambda value, *_: bool(value),
     ),
-    *(Rule(f"sampling_params.{name}", *GRAMMAR) for name in GRAMMARS),
+    *(
+        _sampling(name, "be a string", "the grammar cache hashes it", _is(dict, list))
+        for name in GRAMMARS
+    ),
 )
 """By the last part of the field."""

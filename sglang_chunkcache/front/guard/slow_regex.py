@@ -43,25 +43,16 @@ def explodes(pattern: str) -> bool:
         tree = sre.parse(pattern)
     except (re.error, OverflowError, RecursionError):
         return False
-    nodes = list(_nodes(tree))
-    unbounded = (
-        char
-        for kind, value in nodes
-        if _varies(kind, value) and value[1] > MANY
-        for char in _chars(value[2])
-    )
-    if max(Counter(unbounded).values(), default=0) > MOST_ALIKE:
-        return True
-    return any(
-        kind in REPEATS and value[1] > MANY and _is_ambiguous(value[2]) for kind, value in nodes
-    )
+    many = [(kind, of) for kind, of in _nodes(tree) if kind in REPEATS and of[1] > MANY]
+    unbounded = (char for kind, of in many if _varies(kind, of) for char in _chars(of[2]))
+    most_alike = max(Counter(unbounded).values(), default=0)
+    return most_alike > MOST_ALIKE or any(_is_ambiguous(of[2]) for _, of in many)
 
 
 # Private, in order of use
 
 
 def _nodes(pattern: Any) -> Iterator[tuple[Any, Any]]:
-    """Every node of a parsed pattern."""
     for kind, value in pattern:
         yield kind, value
         for inner in _inside(kind, value):

@@ -56,7 +56,7 @@ class Ranks:
         self.checks.append(check)
         if isinstance(self.answer, Exception):
             raise self.answer
-        ids = check.input_ids[check.prompt_len :]
+        ids = check.input_ids[len(check.planned.input_ids) :]
         rows = [row(token if self.agrees else token + 100, top) for token in ids]
         meta = {"finish_reason": {"type": "length"}, "input_top_logprobs": [None, *rows]}
         return self.answer or {"meta_info": meta}
@@ -235,7 +235,7 @@ def test_answer_is_compared() -> None:
     asked = bed.serve("ok")
     (check,) = bed.ranks.checks
     assert check.input_ids == [*asked.input_ids, *asked.output_ids]
-    assert (check.prompt_len, check.spans) == (len(asked.input_ids), asked.planned.spans)
+    assert check.planned is asked.planned
     (figures,) = bed.figures
     assert figures.pop("agreement") == 1
     assert (figures.pop("kl"), figures.pop("max_kl")) == pytest.approx((0, 0), abs=1e-5)

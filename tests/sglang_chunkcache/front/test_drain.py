@@ -68,7 +68,7 @@ def make_drain(
     """Of a server that has started."""
     ready = Readiness(lambda: manager)
     ready.is_started = True
-    return Drain(behind, ready, manager=lambda: manager, lame_duck_s=lame_duck_s, limit_s=limit_s)
+    return Drain(behind, ready, lame_duck_s=lame_duck_s, limit_s=limit_s)
 
 
 async def asked(app: Any, method: str, path: str) -> tuple[int, dict[bytes, bytes], bytes]:

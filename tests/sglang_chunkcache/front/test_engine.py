@@ -16,9 +16,9 @@ import pytest
 pytest.importorskip("sglang")
 
 from radix_ext import ChunkId, FusionRequest
-from radix_ext.audit import AuditDecision, AuditState, Whose
 from sglang_chunkcache.front.audit import Check
 from sglang_chunkcache.front.engine import MAX_PREFETCHES, Engine, hand_over, handed_over
+from sglang_chunkcache.front.request import Identity
 from sglang_chunkcache.scheduler.event_log import EventLog
 from sglang_chunkcache.wire.events import Batch, Inserted
 from sglang_chunkcache.wire.message import decode, encode
@@ -391,11 +391,10 @@ def test_check_is_an_exact_prefill_of_prompt_and_answer() -> None:
     """As the scheduler is told, with logprobs from the prompt's last token on,
     in the tenant's namespace."""
     bench, manager = Bench(), AuditedManager(output(65))
-    planned = bench.plan("q", A)
-    terms = AuditDecision(Whose(None, "query", 0.15), AuditState.ASKED, 0, True, True)
-    ids, head = [*planned.input_ids, 70, 71], (planned.spans, planned.namespace)
+    planned = bench.plan("q", A, who=Identity(extra_key="x", cache_salt="salt"))
+    ids = [*planned.input_ids, 70, 71]
     rows: list[Any] = [[(-0.1, 70)], [(-0.1, 71)]]
-    check = Check(ids, *head, rows, 1.0, terms, "query", 0.15, "t", "x", "salt", 0, 0, 0.0)
+    check = Check(planned, ids, rows, 1.0, "query", 0.15, 0, 0, 0.0)
     asyncio.run(Engine(manager, bench.bookkeeper).prefill(check, top=20))
     (obj,) = manager.asked
     assert (obj.input_ids, obj.logprob_start_len) == (ids, len(planned.input_ids) - 1)
