@@ -85,8 +85,11 @@ class CaptureQueue:
             # Alone it has seen no neighbour.
             entry = Waiting(node, is_preprocessing and bool(facts.prefix), scored)
             if identity is None or not self._is_wanted(entry, identity, facts):
-                is_stored = self._store.get(identity, facts.head, facts.prefix) is not None
-                self.num_without_room += entry.preprocessed and not is_stored
+                if identity is None or self._store.get(identity, facts.head, facts.prefix):
+                    continue
+                self.num_without_room += entry.preprocessed
+                if self._copies.holds(node) and not entry.preprocessed:
+                    self._store.turned_away(self._token_bytes * self._len_of(node))
             elif len(self._queue) >= self._max_waiting:
                 self.num_dropped += 1
             else:

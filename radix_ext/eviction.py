@@ -16,6 +16,11 @@ NEW_ON_HOST = 0.25
 once already (eval/LOG.md)."""
 
 
+TURNED_AWAY = 10
+"""Newcomers that are turned away fill no tier. As many as a tenth of it would hold age it as one
+that has come and left, or dead nodes would stay where little may come (eval/LOG.md)."""
+
+
 class Aging:
     """The rule `reused`: least frequently used with dynamic aging (LFU-DA, Arlitt et al. 2000), by
     the logarithm of the hits. One for each tier, since the tier's own evictions are its time.
@@ -56,6 +61,10 @@ class Aging:
     def resume(self, priority: float, hits: int) -> None:
         """An earlier tier has kept this: this one is at least as old as it was at its last use."""
         self._age = max(self._age, priority - self._new - log2(1 + hits))
+
+    def turned_away(self, share: float) -> None:
+        """What would have taken this share of the tier was not admitted."""
+        self._age += self._new * TURNED_AWAY * share
 
     def left(self, priority: float) -> None:
         """What has kept this priority since its last use has left."""

@@ -14,6 +14,10 @@ from typing import Any, Generic
 
 from radix_ext.exact_chains import ChainCounts, ChainPlace, ExactChains, Node
 
+MUCH_LARGER = 3
+"""Than the device's pool: a smaller one that has captured variants, too, would hold in their place
+what the device has (eval/LOG.md)."""
+
 
 class WriteBackQueue(Generic[Node]):
     """Of one rank. A subclass knows the tree.
@@ -24,6 +28,7 @@ class WriteBackQueue(Generic[Node]):
         save_tokens: after one forward nothing more is copied once so many were, by now.
         max_waiting: nodes that wait. More are not taken: they come again with their next hit.
         keeps: False: no chain is kept in host memory.
+        only_lost: in a full pool only chains are saved that the device has lost before.
     """
 
     def __init__(
@@ -35,9 +40,11 @@ class WriteBackQueue(Generic[Node]):
         save_tokens: Callable[[], int],
         max_waiting: int,
         keeps: bool = True,
+        only_lost: bool = False,
     ) -> None:
         self._nodes, self._facts_of, self._counts = nodes, facts_of, counts
         self._save_tokens, self._max_waiting, self._keeps = save_tokens, max_waiting, keeps
+        self._only_lost = only_lost
         self._waiting: OrderedDict[Any, None] = OrderedDict()
 
     @property
@@ -111,7 +118,9 @@ class WriteBackQueue(Generic[Node]):
         if known.host is not None:
             return None
         if (place := self._place(node)) is not None:
-            host = self._nodes.get(place.chain_key) or self._copied(place, self._source(node))
+            host = self._nodes.get(place.chain_key)
+            if host is None and self._may_displace(place, source := self._source(node), known.hits):
+                host = self._copied(place, source)
             known.host = host if host is not None and host.is_here else None
         found: Node | None = known.host
         if found is None:
@@ -121,3 +130,12 @@ class WriteBackQueue(Generic[Node]):
         self._nodes.touch(found, known.hits)
         self._nodes.index.held.learn(found, known.scores, known.outward)
         return found
+
+    def _may_displace(self, place: ChainPlace, source: Any, hits: int) -> bool:
+        pool, index = self._nodes.pool, self._nodes.index
+        if not self._only_lost or len(source) <= pool.num_free:
+            return True
+        is_lost = index.asked_again(place.identity, place.head, place.prefix, hits)
+        if not is_lost:
+            index.turned_away(len(source) * pool.token_bytes)
+        return is_lost

@@ -46,6 +46,7 @@ def create_tiers(tree: ChunkTree, ctx: Any, config: ChunkCacheConfig) -> Tiers:
         pricing,
         create_index(config, max(1, pool.num_slots * pool.token_bytes)),
         keeps=keeps,
+        has_captured=config.reuse == "fused",
         num_ranks=compat.parallel(runner, "tp_group").world_size,
         metrics=HostMetrics() if is_shown else None,
     )

@@ -18,7 +18,7 @@ from radix_ext.exact_chains import ChainCounts, ChainPlace, ChainVariant, ExactC
 from radix_ext.pool_slots import PoolSlots
 from radix_ext.sources import CopyFacts
 from radix_ext.variant_index import VariantIndex
-from radix_ext.write_back import WriteBackQueue
+from radix_ext.write_back import MUCH_LARGER, WriteBackQueue
 from sglang_chunkcache.config import MAX_SAVED_TOKENS, MAX_WAITING_SAVES
 
 
@@ -82,6 +82,8 @@ class FusedHost(WriteBackQueue[ChainVariant]):
         index: VariantIndex,
         facts_of: Callable[[ChainNode], Known],
         admission: HostAdmission,
+        *,
+        num_on_device: int | None,
     ) -> None:
         self.counts, self._tree, self._rank, self._known = ChainCounts(), tree, rank, facts_of
         self._admission: HostAdmission = admission
@@ -99,6 +101,7 @@ class FusedHost(WriteBackQueue[ChainVariant]):
             self.counts,
             save_tokens=lambda: MAX_SAVED_TOKENS,
             max_waiting=MAX_WAITING_SAVES,
+            only_lost=num_on_device is not None and pool.num_slots < MUCH_LARGER * num_on_device,
         )
 
     def come_back(self, node: ChainNode, known: Known) -> None:

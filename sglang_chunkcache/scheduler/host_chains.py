@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from radix_ext.costs import Phase, Work
 from radix_ext.variant_index import VariantIndex
+from radix_ext.write_back import MUCH_LARGER
 from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.scheduler.host_nodes import HostCounts, HostNodes
 from sglang_chunkcache.scheduler.host_pool import HostPool
@@ -41,6 +42,7 @@ class HostChains:
     Args:
         index: empty, as large as the pool.
         keeps: False: no chain is kept here, and the pool is for captured variants alone.
+        has_captured: the pool is for captured variants, too.
         num_ranks: of a tensor-parallel group. More than one: a copy that fails is raised, since the
             others' may not have.
         metrics: shown what `stats` says, with it and when due. None: no Prometheus.
@@ -54,6 +56,7 @@ class HostChains:
         index: VariantIndex,
         *,
         keeps: bool = True,
+        has_captured: bool = False,
         num_ranks: int = 1,
         metrics: RankMetrics | None = None,
     ) -> None:
@@ -62,8 +65,15 @@ class HostChains:
         self.counts = HostCounts()
         self.nodes = HostNodes(tree, pool, index, self.counts)
         self.load_back = LoadBack(tree, self.nodes, pricing, self.counts, self._copy_failed)
+        num_on_device = tree.token_to_kv_pool_allocator.size
         self.write_back = WriteBack(
-            tree, self.nodes, self.counts, pricing, self._copy_failed, keeps=keeps
+            tree,
+            self.nodes,
+            self.counts,
+            pricing,
+            self._copy_failed,
+            keeps=keeps,
+            only_lost=has_captured and pool.num_slots < MUCH_LARGER * num_on_device,
         )
 
     @contextmanager

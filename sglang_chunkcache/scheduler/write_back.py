@@ -50,6 +50,7 @@ class WriteBack(WriteBackQueue[HostNode]):
         copy_failed: Callable[[Exception], None],
         *,
         keeps: bool = True,
+        only_lost: bool = False,
     ) -> None:
         super().__init__(
             nodes,
@@ -58,6 +59,7 @@ class WriteBack(WriteBackQueue[HostNode]):
             save_tokens=self._num_saved,
             max_waiting=MAX_WAITING_SAVES,
             keeps=keeps,
+            only_lost=only_lost,
         )
         self._tree, self._pool, self._copy_failed = tree, nodes.pool, copy_failed
         self._pricing, self._was_put_off = pricing, False

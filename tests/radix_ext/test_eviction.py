@@ -3,6 +3,7 @@
 from math import log2
 from unittest.mock import patch
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -51,3 +52,13 @@ def test_what_was_popular_leaves_after_some_turnovers() -> None:
         aging.evicted(aging.priority(hits=0, last_access=newcomers), newcomers)
         newcomers += 1
     assert newcomers == 4 / 0.5
+
+
+def test_newcomers_that_are_turned_away_age_what_is_kept() -> None:
+    """Else what was popular once stays for good in a tier that admits little."""
+    aging = Aging(0.5)
+    popular, turned_away = aging.now(15), 0
+    while aging.now(0) < popular:
+        aging.turned_away(0.01)
+        turned_away += 1
+    assert turned_away == pytest.approx(4 / 0.5 * 10, abs=1)

@@ -35,14 +35,12 @@ from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from radix_ext import ChunkId, Span, chunk_id
-from radix_ext.variant_index import VariantIndex
 from sglang_chunkcache.compat import PAGES_WITHOUT_TRITON
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.cpu.allocator import PagedAllocator
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
-from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
 from sglang_chunkcache.scheduler.host_chains import HostChains
-from sglang_chunkcache.scheduler.host_pool import HostPool, NoSlots
+from sglang_chunkcache.scheduler.host_pool import NoSlots
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.paged_cache import PagedRadixCache
 from sglang_chunkcache.scheduler.tiers import Tiers
@@ -268,11 +266,10 @@ class Scheduler:
         self.cache = (PagedRadixCache if page_size > 1 else ChunkRadixCache)(
             params,
             config,
-            lambda tree: create_tiers(self._create_host(tree, pool, index)),
+            lambda tree: create_tiers(
+                HostChains(tree, pool, FixedCosts(), index, has_captured=config.reuse == "fused")
+            ),
         )
-
-    def _create_host(self, tree: ChunkTree, pool: HostPool, index: VariantIndex) -> HostChains:
-        return HostChains(tree, pool, FixedCosts(), index)
 
     def queue(self, req: FakeReq) -> None:
         """As `SchedulePolicy` finds a waiting request's place."""
