@@ -50,7 +50,7 @@ def install_log(path: Path) -> None:
         with path.open("a", encoding="utf-8") as file:
             line = {
                 "input_ids": check.input_ids,
-                "prompt_len": check.prompt_len,
+                "prompt_len": len(check.planned.input_ids),
                 "exact": exact,
                 "moved": check.rows,
             }

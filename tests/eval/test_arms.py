@@ -6,7 +6,6 @@ import argparse
 import importlib
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,6 +25,8 @@ from eval.serve.arms import (
 from eval.serve.command import parse
 from radix_ext import ChunkId, Span
 from radix_ext.moved_plan import Limits, make_plan
+from radix_ext.sources import HostCopy
+from radix_ext.variants import Variant
 from sglang_chunkcache import config
 from tests.kit.eval_launcher import parse_launcher
 
@@ -143,8 +144,7 @@ def test_share_that_is_chosen_is_the_label(name: str) -> None:
 def test_cacheblend_is_not_cut_at_the_pass_budget(name: str) -> None:
     """KV deviation is measured over the whole region, which may be as long as the context."""
     settings = settings_of(ARMS[name])
-    cached: Any = SimpleNamespace(where="host", start=0, head="", prefix=(), scores=None)
-    cached.outward, cached.preprocessed = None, False
+    cached: Any = HostCopy(Variant((), None))
     found = {}
     for max_pass_tokens in (8192, settings.max_pass_tokens):
         made = make_plan(
