@@ -150,7 +150,7 @@ def test_while_exact_chains_come_all_is_copied_before(
 
 def test_chunks_of_other_lengths_are_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     known = scene.sources["B"].facts
-    longer = [torch.ones(3, 21, *each.shape[2:]) for each in known.variant.blob.parts]
+    longer = [torch.ones(3, 21, *each.shape[2:]) for each in known.blob.parts]
     wrong = HostCopy(Variant(known.prefix, HostBlob(*longer), start=known.start))
     monkeypatch.setitem(scene.sources, "B", wrong)
     assert scene.run(asked("none", 0.0), scene.with_config()).fallbacks == ["pass_failed"]
@@ -201,7 +201,7 @@ def test_chunks_of_the_host_pool_are_moved_as_those_with_tensors_of_their_own(
     for name, captured in zip("BE", hosted.capture(list(map(scene.capture, "BE"))), strict=True):
         blob: Any = captured.read()[0]
         known, blobs[name] = scene.sources[name].facts, blob
-        for mine, theirs in zip(host.pool.read(blob.slots), known.variant.blob.read(), strict=True):
+        for mine, theirs in zip(host.pool.read(blob.slots), known.blob.read(), strict=True):
             assert torch.equal(mine, theirs)
         moved = HostCopy(Variant(known.prefix, blob, scores=known.scores, start=known.start))
         monkeypatch.setitem(scene.sources, name, moved)
