@@ -118,18 +118,19 @@ def order_chunks(
     else:
         ordered = _by_frequency(chunks, table) if policy == "frequency" else list(chunks)
         path = _usable_path(root, ordered, rank, recipe)
-    held = [node for node in path if node.is_held(rank)]  # what is above a held node is held
-    on_host = [node for node in held if rank is not None and node.tier(rank) is not Tier.DEVICE]
-    held_tokens = _num_tokens(held)
-    return Ordering(
-        chunks=tuple(ordered),
-        held_len=len(held),
-        planned_len=len(path) - len(held),
-        held_tokens=held_tokens,
-        planned_tokens=_num_tokens(path) - held_tokens,
-        num_fused=sum(node.chunk_id in fused for node in path) if fused else 0,
-        host_tokens=_num_tokens(on_host),
-    )
+    mask, on_device = held_mask(rank), None if rank is None else Tier.DEVICE << 2 * rank
+    held_len = held_tokens = planned_tokens = host_tokens = 0
+    for node in path:
+        if tier := node.tiers & mask:
+            held_len += 1
+            held_tokens += node.num_tokens
+            host_tokens += node.num_tokens if on_device not in (None, tier) else 0
+        else:
+            planned_tokens += node.num_tokens
+    planned_len = len(path) - held_len
+    num_fused = sum(node.chunk_id in fused for node in path) if fused else 0
+    lens = held_len, planned_len, held_tokens, planned_tokens, num_fused, host_tokens
+    return Ordering(tuple(ordered), *lens)
 
 
 # Private, in order of use
@@ -264,7 +265,3 @@ def _usable_run(
             break
         run.append(node)
     return run
-
-
-def _num_tokens(nodes: Sequence[ChainNode]) -> int:
-    return sum(node.num_tokens for node in nodes)

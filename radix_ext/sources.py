@@ -57,7 +57,6 @@ class ChunkCopies:
         credit: Callable[[Any], None],
     ) -> None:
         self.identity_of, self.facts_of, self._credit = identity_of, facts_of, credit
-        self._num = 0
         # by chunk, then head, latest last
         self._nodes: dict[Identity | None, dict[str, dict[Any, None]]] = {}
 
@@ -80,14 +79,12 @@ class ChunkCopies:
     def add(self, node: Any) -> None:
         identity = self.identity_of(node)
         nodes = self._nodes.setdefault(identity, {}).setdefault(self.facts_of(node).head, {})
-        self._num += node not in nodes
         nodes[node] = None
 
     def use(self, node: Any) -> None:
         """The node was a source: it is the latest from now on."""
         nodes = self._nodes[self.identity_of(node)][self.facts_of(node).head]
-        del nodes[node]
-        nodes[node] = None
+        nodes[node] = nodes.pop(node)
         self._credit(node)
 
     def drop(self, node: Any) -> None:
@@ -95,7 +92,6 @@ class ChunkCopies:
         if self.holds(node):
             identity, head = self.identity_of(node), self.facts_of(node).head
             del self._nodes[identity][head][node]
-            self._num -= 1
             if not self._nodes[identity][head]:
                 del self._nodes[identity][head]
             if not self._nodes[identity]:
@@ -108,10 +104,10 @@ class ChunkCopies:
                 self.facts_of(node).scores = self.facts_of(node).outward = None
 
     def clear(self) -> None:
-        self._nodes, self._num = {}, 0
+        self._nodes.clear()
 
     def __len__(self) -> int:
-        return self._num
+        return sum(len(nodes) for by_head in self._nodes.values() for nodes in by_head.values())
 
 
 class ChunkSources:

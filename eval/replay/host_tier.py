@@ -47,9 +47,6 @@ class HostTier:
         self._num_children = Counter[ChainNode]()
         self._queue = EvictionQueue(tree, policy, new=NEW_ON_HOST, is_leaf=self._is_leaf)
 
-    def __len__(self) -> int:
-        return len(self._nodes)
-
     def __contains__(self, node: ChainNode) -> bool:
         return node in self._nodes
 

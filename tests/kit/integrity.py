@@ -78,7 +78,7 @@ def check_replay(replay: Replay, rank: int = 0) -> None:
             and parent.tier(rank) is not Tier.DEVICE
         ):
             violations.append(f"node {node.chain:x} is on the device but its parent is not")
-    if host is not None and len(host) != sum(node in host for node in pending):
+    if host is not None and len(host._nodes) != sum(node in host for node in pending):
         violations.append("host memory has nodes that left the tree")
     if replay._is_over():
         violations.append("the device holds more than its capacity")
