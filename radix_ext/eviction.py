@@ -16,8 +16,8 @@ NEW_ON_HOST = 0.25
 once already (eval/LOG.md)."""
 
 
-TURNED_AWAY = 10
-"""Newcomers that are turned away fill no tier. As many as a tenth of it would hold age it as one
+TURNED_AWAY = 4
+"""Newcomers that are turned away fill no tier. As many as a quarter of it would hold age it as one
 that has come and left, or dead nodes would stay where little may come (eval/LOG.md)."""
 
 

@@ -61,4 +61,4 @@ def test_newcomers_that_are_turned_away_age_what_is_kept() -> None:
     while aging.now(0) < popular:
         aging.turned_away(0.01)
         turned_away += 1
-    assert turned_away == pytest.approx(4 / 0.5 * 10, abs=1)
+    assert turned_away == pytest.approx(4 / 0.5 * 25, abs=1)
