@@ -202,7 +202,7 @@ class FusedReplay:
         if num_slots:
             pool, admission = CountedPool(num_slots, kv_bytes), settings.host_admission
             parts = self._tree, _RANK, pool, self.store, self._known.__getitem__, admission
-            self.host = FusedHost(*parts, num_on_device=settings.capacity_tokens)
+            self.host = FusedHost(*parts, num_on_device=settings.capacity_tokens if share else None)
         self.disk = None
         if timing is not None and timing.disk is not None:
             size = {"max_bytes": timing.disk_bytes, "window": settings.window}
