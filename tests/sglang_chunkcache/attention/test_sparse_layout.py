@@ -176,6 +176,7 @@ def test_layout_is_well_formed(case: Case, plan: dict[str, Any]) -> None:
     ]
     assert once == list(range(len(visible)))
     merged = merged_rows(layout)
+    assert [launch.kind for launch in layout.launches].count("full") <= 1
     assert merged is None or (plan["two_part"] and merged.stop == len(visible))
     for launch in layout.launches:
         assert launch.qo_indptr[0] == launch.kv_indptr[0] == 0

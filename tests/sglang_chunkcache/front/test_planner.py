@@ -246,6 +246,8 @@ def test_dropped_chunks_do_not_push_turns_out() -> None:
 
 # Ranks
 
+LONG, SHORT = Passage("long", "l" * 40), Passage("short", "s" * 20)
+
 
 def test_kv_aware_goes_where_the_chain_is() -> None:
     """The rank that holds the chunks serves, and gets its own acknowledgement."""
@@ -270,6 +272,25 @@ def test_kv_aware_counts_what_a_load_saves(worth: float, is_home: bool) -> None:
         tree.move(node.chain, rank=first.rank, tier=Tier.HOST)
     bench.bookkeeper.mirrors[first.rank].host_worth = worth
     assert (bench.ask("two", A, B).rank == first.rank) is is_home
+
+
+@pytest.mark.parametrize("worth", [0.9, 0.1])
+def test_order_weighs_host_memory_of_its_own_rank(worth: float) -> None:
+    """A long chunk in host memory against a short one on the device; for the other rank's the
+    opposite would hold."""
+    bench = Bench(num_ranks=2)
+    other = bench.reply(bench.ask("zero", A)).rank
+    first = bench.reply(bench.ask("one", LONG, SHORT))
+    tree, rank, (head, tail) = bench.bookkeeper.tree, first.rank, first.chain
+    assert (other, rank) == (0, 1)
+    both = tree.match(first.namespace, [head.id, tail.id])
+    tree.evict(both[1].chain, rank=rank)
+    tree.move(both[0].chain, rank=rank, tier=Tier.HOST)
+    tree.insert(first.namespace, [tail], rank=rank, tier=Tier.DEVICE, promoted_len=0)
+    for mirror, its in zip(bench.bookkeeper.mirrors, (1 - worth, worth), strict=True):
+        mirror.host_worth = its
+    request = bench.ask("two", LONG, SHORT)
+    assert (request.rank, request.order[0]) == (rank, "long" if worth > 0.5 else "short")
 
 
 # Parts (frontend programs)

@@ -166,7 +166,7 @@ class StorageLife(Life):
         own, storage = self._own(0), self.tier.storage
         variants = list(storage.index.held)
         assert len(own) == len(variants)
-        here = storage.naming._model("positioned")
+        here = f"{self.server.fuser._weights} positioned"
         num_bytes = {
             kind: sum(
                 v.blob.nbytes
