@@ -30,8 +30,8 @@ class Aging:
 
     So a popular node outlives its popularity by some turnovers of what changes in the pool. Where
     dead nodes fill most of it the rest turns over soon, and so they leave soon, however long a
-    window of requests is. It follows from requests and evictions, never from a clock: ranks, and a
-    replay, decide alike. Without hits it is LRU.
+    window of requests is. It follows from requests, evictions and what is turned away, never from a
+    clock: ranks, and a replay, decide alike. Without hits it is LRU.
 
     Args:
         new: of a node without hits, over 0.
@@ -63,7 +63,8 @@ class Aging:
         self._age = max(self._age, priority - self._new - log2(1 + hits))
 
     def turned_away(self, share: float) -> None:
-        """What would have taken this share of the tier was not admitted."""
+        """What would have taken this share of the tier was not admitted. For a tier that asks for
+        `now` alone: the ages of earlier requests are written by evictions."""
         self._age += self._new * TURNED_AWAY * share
 
     def left(self, priority: float) -> None:

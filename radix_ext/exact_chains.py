@@ -68,7 +68,8 @@ class ChainCounts:
     loads: int = 0
     no_room: int = 0  # loads that were cut short, or not made, because the device had no room
     missed: int = 0
-    """Nodes that left the device before they were saved, or did not fit, or whose copy failed."""
+    """Nodes that left the device before they were saved, or were turned away, did not fit, or whose
+    copy failed."""
 
 
 Node = TypeVar("Node", bound=ChainVariant)

@@ -112,7 +112,8 @@ class Heads:
 
 def _common_len(first: "array[int]", second: "array[int]") -> int:
     """Leading items in common. By halving, since comparing bytes is fast."""
-    one, other, size = first.tobytes(), second.tobytes(), first.itemsize
+    one, other = memoryview(first).cast("B"), memoryview(second).cast("B")
+    size = first.itemsize
 
     def is_over(length: int) -> bool:
         return one[: length * size] != other[: length * size]

@@ -22,6 +22,7 @@ class CopyFacts(KvFacts):
 
     prefix: Prefix = ()
     is_waiting: bool = False  # to be copied into the store
+    is_turned_away: bool = False  # by a host pool that was full, since it came to the device
 
 
 @dataclass(frozen=True, slots=True)

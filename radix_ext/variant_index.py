@@ -184,13 +184,9 @@ class VariantIndex:
         return self._insert(identity, variant, variant.nbytes, old)
 
     def turned_away(self, nbytes: int) -> None:
-        """So many bytes were not admitted: what is held is that much older."""
-        self.held.aging.turned_away(nbytes / self.held.max_bytes)
-
-    def asked_again(self, identity: Identity, head: str, prefix: Prefix, hits: int) -> bool:
-        """Whether more requests of the window asked for it than have found it on the device since
-        it came there: the device has lost it before."""
-        return self._asked.count((identity, head, prefix)) > hits + 1
+        """So many bytes were not admitted. For lack of room: what is held is that much older."""
+        if not self.held.fits(nbytes):
+            self.held.aging.turned_away(nbytes / self.held.max_bytes)
 
     def evict(self) -> bool:
         """What is to leave next leaves. False: nothing does."""

@@ -9,7 +9,7 @@ A node that waits is not locked. One that has left meanwhile is missed.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, Generic
 
 from radix_ext.exact_chains import ChainCounts, ChainPlace, ExactChains, Node
@@ -28,7 +28,7 @@ class WriteBackQueue(Generic[Node]):
         save_tokens: after one forward nothing more is copied once so many were, by now.
         max_waiting: nodes that wait. More are not taken: they come again with their next hit.
         keeps: False: no chain is kept in host memory.
-        only_lost: in a full pool only chains are saved that the device has lost before.
+        only_lost: a full pool turns a chain away until the device has lost it and computed it anew.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class WriteBackQueue(Generic[Node]):
         self._nodes, self._facts_of, self._counts = nodes, facts_of, counts
         self._save_tokens, self._max_waiting, self._keeps = save_tokens, max_waiting, keeps
         self._only_lost = only_lost
+        self._turned_away: OrderedDict[Hashable, None] = OrderedDict()
         self._waiting: OrderedDict[Any, None] = OrderedDict()
 
     @property
@@ -82,6 +83,7 @@ class WriteBackQueue(Generic[Node]):
     def reset(self) -> None:
         """The tree is empty."""
         self._waiting.clear()
+        self._turned_away.clear()
 
     # For subclasses
 
@@ -90,9 +92,11 @@ class WriteBackQueue(Generic[Node]):
         return hits > 0 or promoted
 
     def _place(self, node: Any) -> ChainPlace | None:
-        """Of the node; the tokens before a first chunk are saved if need be.
-        None: the node has left the tree."""
+        """Of the node. None: it has left the tree."""
         raise NotImplementedError
+
+    def _precede(self, node: Any) -> None:
+        """Save the tokens before the node's first chunk, if there are any and they are not here."""
 
     def _source(self, node: Any) -> Any:
         """The node's KV, whose length is its number of tokens."""
@@ -119,7 +123,8 @@ class WriteBackQueue(Generic[Node]):
             return None
         if (place := self._place(node)) is not None:
             host = self._nodes.get(place.chain_key)
-            if host is None and self._may_displace(place, source := self._source(node), known.hits):
+            if host is None and self._may_displace(place, source := self._source(node), known):
+                self._precede(node)
                 host = self._copied(place, source)
             known.host = host if host is not None and host.is_here else None
         found: Node | None = known.host
@@ -131,11 +136,15 @@ class WriteBackQueue(Generic[Node]):
         self._nodes.index.held.learn(found, known.scores, known.outward)
         return found
 
-    def _may_displace(self, place: ChainPlace, source: Any, hits: int) -> bool:
+    def _may_displace(self, place: ChainPlace, source: Any, known: Any) -> bool:
         pool, index = self._nodes.pool, self._nodes.index
         if not self._only_lost or len(source) <= pool.num_free:
             return True
-        is_lost = index.asked_again(place.identity, place.head, place.prefix, hits)
-        if not is_lost:
-            index.turned_away(len(source) * pool.token_bytes)
-        return is_lost
+        if place.chain_key in self._turned_away and not known.is_turned_away:
+            del self._turned_away[place.chain_key]
+            return True
+        index.turned_away(len(source) * pool.token_bytes)
+        known.is_turned_away, self._turned_away[place.chain_key] = True, None
+        while len(self._turned_away) > len(index.held):
+            self._turned_away.popitem(last=False)
+        return False

@@ -12,6 +12,7 @@ from sglang_chunkcache.scheduler.host_metrics import HostMetrics
 from sglang_chunkcache.scheduler.host_pool import (
     NoSlots,
     create_host_pool,
+    has_captured,
     keeps_chains,
     store_bytes,
 )
@@ -46,7 +47,7 @@ def create_tiers(tree: ChunkTree, ctx: Any, config: ChunkCacheConfig) -> Tiers:
         pricing,
         create_index(config, max(1, pool.num_slots * pool.token_bytes)),
         keeps=keeps,
-        has_captured=config.reuse == "fused",
+        has_captured=has_captured(config),
         num_ranks=compat.parallel(runner, "tp_group").world_size,
         metrics=HostMetrics() if is_shown else None,
     )

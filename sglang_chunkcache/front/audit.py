@@ -41,7 +41,7 @@ MAX_POSITIONS = 256
 Each takes a row of logits: 256 of a vocabulary of 150,000 take 150 MB."""
 MAX_WAIT_S = 60.0
 MAX_WAITING = 64
-"""Checks that wait. More are dropped: each holds its prompt and its answer."""
+"""Checks that wait. More are dropped: each holds its plan, prompt and answer."""
 POLL_S = 0.1
 """Between two looks at a rank where something waits."""
 MAX_TALLIES = 500
@@ -304,7 +304,9 @@ class Auditor:
             except Exception:  # an audit harms no request
                 self._skip(Skip.FAILED)
                 if not self._has_failed:
-                    logger.exception("chunk cache: an audit failed (further ones are counted)")
+                    logger.warning(
+                        "chunk cache: an audit failed (further ones are counted)", exc_info=True
+                    )
                 self._has_failed = True
             # Only now: a check under way counts in MAX_WAITING. By identity (eq=False), else checks
             # would be compared token by token.

@@ -155,7 +155,7 @@ class Metrics:
 
     def observe_search(self, phase: str, seconds: float) -> None:
         """One phase of retrieval: queued, of one request;
-        first, encode, dense, bm25, read, of one batch."""
+        encode, dense, bm25, read, of one batch."""
         self.search_seconds[phase] += seconds
         if self._prometheus:
             self._export("retrieval_seconds", phase).observe(seconds)

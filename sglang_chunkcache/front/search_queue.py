@@ -143,10 +143,11 @@ class SearchQueue:
     def close(self) -> None:
         """End the threads; what waits is not answered any more."""
         self._closed.set()
-        with contextlib.suppress(Full):  # then the worker does not wait for a search
-            self._waiting.put_nowait(None)
         for thread in self._threads:
-            thread.join()
+            while thread.is_alive():
+                with contextlib.suppress(Full):
+                    self._waiting.put_nowait(None)  # it may wait for a search
+                thread.join(0.01)
 
     # Private, in order of use
 

@@ -23,7 +23,6 @@ from tokenizers import Tokenizer
 
 from sglang_chunkcache.errors import RequestError, TooLongError
 
-Encode = Callable[[str], tuple[int, ...]]
 Raw = Callable[[str], Sequence[int]]
 """As the backend encodes, which may join a piece to what is before it."""
 

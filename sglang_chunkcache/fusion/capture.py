@@ -8,7 +8,6 @@ from array import array
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 from radix_ext import FusionRequest
 from radix_ext.capture_queue import CaptureQueue, Waiting
@@ -21,9 +20,6 @@ from sglang_chunkcache.fusion.fill import Capture, Captured, FusionPass
 from sglang_chunkcache.own_selectors import own_needs
 from sglang_chunkcache.scheduler.host_slots import HostSlots
 from sglang_chunkcache.scheduler.node import facts, identity_of, joined, up_from
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

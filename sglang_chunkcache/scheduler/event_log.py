@@ -14,6 +14,7 @@ goes meanwhile, a node that was born before has been told, one that was born lat
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass
 from itertools import islice
@@ -28,6 +29,7 @@ MAX_EVENTS_PER_ANSWER = 2048
 @dataclass(eq=False, slots=True)
 class _Node:
     birth: int
+    chain: ChainId
     event: Inserted
     tier: Tier = Tier.DEVICE
     num_alike: int = 1
@@ -52,7 +54,7 @@ class EventLog:
         """XOR of the chain ids that are held."""
         self._events: deque[Event] = deque()
         self._held: dict[ChainId, _Node] = {}
-        """By birth, as a dict keeps the order in which it was filled."""
+        self._by_birth: list[_Node] = []  # with some that have left
 
     def holds(self, chain: ChainId) -> bool:
         return chain in self._held
@@ -96,15 +98,18 @@ class EventLog:
     def part(self, first: int) -> Part:
         """What is held now, from birth `first` on and no more than a message should carry."""
         told: list[Event] = []
-        for chain, node in self._held.items():
-            if node.birth < first:
+        start = bisect_left(self._by_birth, first, key=lambda node: node.birth)
+        for at in range(start, len(self._by_birth)):
+            node = self._by_birth[at]
+            # A chain that left and came back has a second entry, later than this one.
+            if self._held.get(node.chain) is not node:
                 continue
             # One less: a node takes two events where it has moved.
             if len(told) >= self.max_told - 1:
                 return Part(first, tuple(told), node.birth)
             told.append(node.event)
             if node.tier is not Tier.DEVICE:
-                told.append(Moved(chain, node.tier))
+                told.append(Moved(node.chain, node.tier))
         return Part(first, tuple(told), None)
 
     def _follow(self, event: Event) -> None:
@@ -112,7 +117,8 @@ class EventLog:
         node = self._held.get(chain)
         if isinstance(event, Inserted):
             if node is None:
-                self._held[chain] = node = _Node(self.seq, event)
+                self._held[chain] = node = _Node(self.seq, chain, event)
+                self._by_birth.append(node)
                 # XOR takes a chain out as it put it in, in any order.
                 self.digest ^= chain
             node.tier = Tier.DEVICE  # it may come back from host memory
@@ -123,3 +129,8 @@ class EventLog:
         else:
             del self._held[chain]
             self.digest ^= chain
+            # Not at every eviction: taking one out of a list moves all behind it.
+            if len(self._by_birth) > 2 * len(self._held) + self.max_told:
+                self._by_birth = [
+                    each for each in self._by_birth if self._held.get(each.chain) is each
+                ]

@@ -33,7 +33,10 @@ COUNTERS = {
             ),
         ),
         ("no_room", "loads cut short because the device was full"),
-        ("missed", "chunks that left the device before they were saved, or did not fit"),
+        (
+            "missed",
+            "chunks that were turned away, did not fit, or left the device first",
+        ),
         ("failed", "copies that failed"),
     )
 }

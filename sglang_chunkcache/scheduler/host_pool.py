@@ -169,7 +169,7 @@ def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
     and chunks that are moved. `ctx` is SGLang's TreeCacheBuildContext. None: not wanted, or by
     default not possible, which is logged. Raises ValueError, naming the flag: as much as was
     asked for cannot be had."""
-    has_moved = config.reuse == "fused" and config.store_codec == NONE.name
+    has_moved = has_captured(config)
     has_chains = keeps_chains(ctx, config)
     if not (has_chains or has_moved):
         return None
@@ -202,6 +202,11 @@ def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
     mib = pool.num_slots * pool.token_bytes / (1 << 20)
     logger.info("chunk cache: KV pool in host memory: %.0f MiB, %d tokens", mib, pool.num_slots)
     return pool
+
+
+def has_captured(config: ChunkCacheConfig) -> bool:
+    """Whether captured variants are in the pool: in a codec they have a store of their own."""
+    return config.reuse == "fused" and config.store_codec == NONE.name
 
 
 def keeps_chains(ctx: Any, config: ChunkCacheConfig) -> bool:

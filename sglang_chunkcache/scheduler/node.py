@@ -138,8 +138,7 @@ def up_from(node: TreeNode) -> Iterator[TreeNode]:
 def joined(values: Sequence[Tensor]) -> Tensor:
     """One tensor, of the current stream."""
     for value in values:
-        if (
-            value.is_cuda
-        ):  # made on another stream, where it may be gone before this one has read it
+        # made on another stream, where it may be gone before this one has read it
+        if value.is_cuda:
             value.record_stream(torch.cuda.current_stream())
     return torch.cat(tuple(values))

@@ -81,24 +81,29 @@ class WriteBack(WriteBackQueue[HostNode]):
         if node.parent.children.get(node.key.child_key()) is not node:
             return None
         path = chunks_to(node)
-        before, above = head_of(path[0])
-        known, first = facts(node), root_chain(facts(node).head)
-        has_head = bool(above) or path[0].key.spans[0].start > 0  # in pages: less than one
-        if has_head and self._nodes.get(before) is None:
-            nothing = torch.empty((0,), dtype=torch.int64, device=self._tree.device)
-            slots = joined([nothing, *(each.value for each in above)])
-            identity = ChunkIdentity(ChunkId(""), node.key.extra_key, node.key.cache_salt)
-            self._copied(ChainPlace(before, None, first, 0, identity, before.hex(), ()), slots)
-        before = reduce(below, (facts(each).chunk for each in path[:-1]), before)
+        known = facts(node)
+        before = reduce(below, (facts(each).chunk for each in path[:-1]), head_of(path[0])[0])
         return ChainPlace(
             below(before, known.chunk),
             before,
-            facts(node.parent).chain or first,
+            facts(node.parent).chain or root_chain(known.head),
             known.start,
             identity_of(node),
             known.head,
             known.prefix,
         )
+
+    def _precede(self, node: TreeNode) -> None:
+        first = chunks_to(node)[0]
+        before, above = head_of(first)
+        has_head = bool(above) or first.key.spans[0].start > 0  # in pages: less than one
+        if not has_head or self._nodes.get(before) is not None:
+            return
+        nothing = torch.empty((0,), dtype=torch.int64, device=self._tree.device)
+        slots = joined([nothing, *(each.value for each in above)])
+        identity = ChunkIdentity(ChunkId(""), node.key.extra_key, node.key.cache_salt)
+        chain = root_chain(facts(node).head)
+        self._copied(ChainPlace(before, None, chain, 0, identity, before.hex(), ()), slots)
 
     def _source(self, node: TreeNode) -> Tensor:
         return node.value  # type: ignore[no-any-return]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import Mock, patch
 
 import pytest
 
@@ -28,6 +29,7 @@ class Known:
     host: Any = None
     scores: Any = None
     outward: Any = None
+    is_turned_away: bool = False
 
 
 class Chains(WriteBackQueue[ChainVariant]):
@@ -56,12 +58,11 @@ class Chains(WriteBackQueue[ChainVariant]):
     def _copy(self, source: Any, host: ChainVariant) -> bool:
         return True
 
-    def serve(self, name: str, hits: int) -> None:
-        """A request whose chunk has been found on the device so often since it came there."""
-        node = Known(ChunkId(name), hits)
+    def serve(self, node: Known) -> None:
+        """A request that uses the node."""
         self.offer([node])
-        self._nodes.index.ask([(ChunkId(name), "", ())])
         list(self.save_some())
+        node.hits += 1
 
     @property
     def saved(self) -> set[Any]:
@@ -70,16 +71,28 @@ class Chains(WriteBackQueue[ChainVariant]):
 
 @pytest.mark.parametrize("only_lost", [False, True])
 def test_a_chain_displaces_others_once_the_device_has_lost_it(only_lost: bool) -> None:
-    """Hits on the device are none: it has the chain. A request that had to compute it again is."""
+    """However often it is found on the device: it is there. A request that computed it anew says
+    that it was not."""
     chains = Chains(only_lost=only_lost)
     for name in ("a", "b"):  # while there is room
-        chains.serve(name, 0)
+        chains.serve(Known(ChunkId(name), 0))
     assert chains.saved == {"a", "b"}
-    age = chains._nodes.index.held.aging.now(0)
-    for hits in range(5):
-        chains.serve("c", hits)
+    age, node = chains._nodes.index.held.aging.now(0), Known(ChunkId("c"), 0)
+    for _ in range(5):
+        chains.serve(node)
     assert ("c" in chains.saved) is not only_lost
     if only_lost:
         assert chains._nodes.index.held.aging.now(0) > age
-        chains.serve("c", 0)  # it has left, and was computed again
+        chains.serve(Known(ChunkId("c"), 0))
         assert "c" in chains.saved
+
+
+def test_nothing_leaves_for_the_head_of_a_chain_that_is_turned_away() -> None:
+    chains, precede = Chains(only_lost=True), Mock()
+    for name in ("a", "b"):
+        chains.serve(Known(ChunkId(name), 0))
+    with patch.object(chains, "_precede", precede):
+        chains.serve(node := Known(ChunkId("c"), 0))
+        assert not precede.called
+        chains.serve(replace(node, is_turned_away=False))
+        assert precede.called

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from torch import nn
 
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler import host_memory, host_pool
-from sglang_chunkcache.scheduler.host_pool import HostPool, create_host_pool
+from sglang_chunkcache.scheduler.host_pool import HostPool, create_host_pool, has_captured
 from tests import models
 from tests.polling import DEADLINE_S
 from tests.reference.memory_host import FixedCosts
@@ -217,3 +218,11 @@ def test_what_cannot_be_had_is_refused_if_asked_for(device: Any, mib: int) -> No
         create_host_pool(context(pool), ChunkCacheConfig(host_mib=mib))
     if mib == 1:
         assert create_host_pool(context(pool), ChunkCacheConfig()) is None
+
+
+def test_captured_variants_in_a_codec_have_a_store_of_their_own() -> None:
+    fused = ChunkCacheConfig(reuse="fused")
+    assert [
+        has_captured(each)
+        for each in (fused, replace(fused, store_codec="int8"), ChunkCacheConfig())
+    ] == [True, False, False]
