@@ -19,6 +19,7 @@ from sglang_chunkcache.scheduler.host_pool import (
 from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.scheduler.stored_chains import create_stored_chains
 from sglang_chunkcache.scheduler.tiers import Tiers
+from sglang_chunkcache.scheduler.waiting import WaitMetrics
 from sglang_chunkcache.storage.opening import create_index, create_storage
 
 
@@ -40,7 +41,7 @@ def create_tiers(tree: ChunkTree, ctx: Any, config: ChunkCacheConfig) -> Tiers:
             " is none"
         )
     # Ranks of one tensor-parallel group do the same, and Prometheus would add them up.
-    is_shown = pool.num_slots > 0 and ctx.server_args.enable_metrics and ctx.tp_rank == 0
+    is_shown = ctx.server_args.enable_metrics and ctx.tp_rank == 0
     host = HostChains(
         tree,
         pool,
@@ -49,7 +50,7 @@ def create_tiers(tree: ChunkTree, ctx: Any, config: ChunkCacheConfig) -> Tiers:
         keeps=keeps,
         has_captured=has_captured(config),
         num_ranks=compat.parallel(runner, "tp_group").world_size,
-        metrics=HostMetrics() if is_shown else None,
+        metrics=HostMetrics() if is_shown and pool.num_slots else None,
     )
     fuser = None
     if config.reuse == "fused":
@@ -60,4 +61,5 @@ def create_tiers(tree: ChunkTree, ctx: Any, config: ChunkCacheConfig) -> Tiers:
     if storage is not None and keeps:
         # behind the fuser, which starts the storage
         stored = create_stored_chains(host, storage, ctx, config)
-    return Tiers(host, storage=storage, stored=stored, fuser=fuser)
+    metrics = WaitMetrics() if is_shown else None
+    return Tiers(host, storage=storage, stored=stored, fuser=fuser, metrics=metrics)

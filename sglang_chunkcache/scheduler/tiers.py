@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from sglang_chunkcache import compat
+from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.node import state
@@ -33,6 +34,7 @@ class Tiers:
         host: with `NoSlots`, if there is no host memory.
         stored: None: exact chains are not kept in the storage.
         fuser: a `fusion.promise.Fuser`. None: nothing is moved.
+        metrics: of requests that wait. None: not shown.
     """
 
     def __init__(
@@ -42,9 +44,10 @@ class Tiers:
         storage: Storage | None = None,
         stored: StoredChains | None = None,
         fuser: Any = None,
+        metrics: RankMetrics | None = None,
     ) -> None:
         self.host, self.storage, self.stored, self.fuser = host, storage, stored, fuser
-        self.line = host.tree.line
+        self.line, self._metrics = host.tree.line, metrics
 
     def arrived(self, req: Req, key: ChunkKey, spans: RequestSpans) -> None:
         """The request waits from now on: what it needs of the storage is loaded."""
@@ -94,6 +97,8 @@ class Tiers:
                 self.stored.saved(host, node)
         if self.storage is not None:
             self.storage.poll(is_round=True)
+        if self._metrics is not None and self._metrics.is_due:
+            self._metrics.show({"waits": self.line.waits})
 
     def watch(self, batch: ScheduleBatch) -> AbstractContextManager[None]:
         """Learn what the batch's extend takes, if anything goes by that."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
+from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.scheduler.node import state
 
 if TYPE_CHECKING:
@@ -36,6 +37,14 @@ class Reason(StrEnum):
     LOADS = "loads"
     NO_ROOM = "no_room"
     PASS_FULL = "pass_full"
+
+
+class WaitMetrics(RankMetrics):
+    """Of `WaitingLine.waits`, for Prometheus."""
+
+    def __init__(self) -> None:
+        text = "waits of requests that could have been admitted, by what they waited for"
+        super().__init__("chunkcache:", {}, {"waits": ("waits", text)})
 
 
 @dataclass(eq=False)
@@ -73,7 +82,8 @@ class WaitingLine:
         """Nothing runs, and nobody was admitted in this round."""
         self._has_put_off = False
         """Somebody, in this round."""
-        self._counts: Counter[str] = Counter()
+        self.waits: Counter[str] = Counter()
+        """Begun so far, by reason."""
 
     def arrived(self, req: Req) -> None:
         """It is in SGLang's queue; if it was retracted, once more."""
@@ -97,7 +107,7 @@ class WaitingLine:
     ) -> _Wait:
         """It is not admitted in this round, nor looked at before `is_over`."""
         wait = self._waits.setdefault(req.rid, _Wait(self._place(req)))
-        self._counts[reason] += wait.reason is not reason
+        self.waits[reason] += wait.reason is not reason
         wait.reason, wait.is_over = reason, is_over
         state(req).is_put_off = True
         return wait
@@ -161,7 +171,7 @@ class WaitingLine:
         return int(self._adder.memory_budget.current_offset) + mine + 1
 
     def stats(self) -> dict[str, int]:
-        return {**self._counts, "now": len(self._waits)}
+        return {**self.waits, "now": len(self._waits)}
 
     def _is_over(self, wait: _Wait) -> bool:
         is_late = wait.reason is Reason.NO_ROOM and self.num_forwards >= wait.until

@@ -38,6 +38,7 @@ from tests.e2e.asking import (
     flush,
     fused,
     logprobs_of,
+    metrics_of,
     preprocess,
     rank_of,
     sources_of,
@@ -45,6 +46,7 @@ from tests.e2e.asking import (
     text_of,
     user,
 )
+from tests.polling import until
 from tests.soak import mixed_load
 from tests.soak.answers import STRICT, answer_of, prompt_ids
 
@@ -75,7 +77,7 @@ def fused_server(tmp_path_factory: pytest.TempPathFactory, switch: Path) -> Iter
     # most tests ask for moves that do not pay
     flags = [*mixed_load.FLAGS, "--chunkcache-move", "pays"]
     flags += ["--chunkcache-audit-share", "0"]  # a check would evict what a test counts on
-    flags += ["--chunkcache-selectors", "eval.selectors"]
+    flags += ["--chunkcache-selectors", "eval.selectors", "--enable-metrics"]
     with Server(flags, log=log, launcher=mixed_load.POISONED, env=env) as server:
         assert "chunk cache: ready" in log.read_text(), "healthy before it was calibrated"
         yield server
@@ -382,7 +384,16 @@ def test_requests_at_once_move_what_they_move_one_by_one(
         with ThreadPoolExecutor(num_threads) as threads:
             num_computed.append(computed(threads.map(asked, orders)))
     assert num_computed[1] <= 1.1 * num_computed[0]
-    assert rank_of(fused_server)["waiting"]["now"] == 0
+    def is_shown() -> bool:
+        cached(fused_server, passages[:1], salt)  # figures are shown after a forward
+        shown, waits = metrics_of(fused_server), dict(rank_of(fused_server)["waiting"])
+        assert waits.pop("now") == 0
+        return all(
+            shown.get(f'chunkcache:waits_total{{reason="{reason}"}}') == number
+            for reason, number in waits.items()
+        )
+
+    until(is_shown, every_s=1)
 
 
 # What outlives a flush
