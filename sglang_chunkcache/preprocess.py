@@ -41,7 +41,6 @@ from tqdm import tqdm
 from radix_ext.variants import RESERVED_SHARE
 from sglang_chunkcache.chunk_files import read_corpus, read_neighbors
 from sglang_chunkcache.client import Client, RefusedError, ServerError, settle
-from sglang_chunkcache.removed import add_removed_flags
 
 T = TypeVar("T")
 
@@ -206,7 +205,6 @@ def _parser() -> argparse.ArgumentParser:
     text = "the API key of the server, or its admin key if it has one"
     add("--api-key", metavar="KEY", help=text)
     add("--json", action="store_true", help="print nothing but the JSON line")
-    add_removed_flags(parser, ["--plan"])
     return parser
 
 

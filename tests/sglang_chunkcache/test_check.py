@@ -76,7 +76,7 @@ def test_a_server_without_a_gate(server: FakeServer, capsys: Capture, gates: lis
         (["--device", "cpu"], "give --model-path, or --url"),
         (["--calibrate-selection", "file", "--model-path", "m"], "calibration needs one"),
         (["--url", "u", "--model-path", "m"], "not for a running server: --model-path m"),
-        (["--url", "u", "--f1", "0.9"], "--f1 was removed: `python -m eval alpha`"),
+        (["--url", "u", "--f1", "0.9"], "not for a running server: --f1 0.9"),
     ],
 )
 def test_wrong_flags(capsys: Capture, flags: list[str], message: str) -> None:
