@@ -89,7 +89,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: Capture) -> None:
     """A server that is not there, and a bad file."""
     (tmp_path / "bad").write_text("nonsense")
     asked = ["--calibrate-selection", str(tmp_path / "bad")]
-    for flags, message in (([], "127.0.0.1"), (asked, "bad:1: not JSON")):
+    for flags, message in (([], "127.0.0.1"), (asked, "bad:1: JSON is malformed")):
         assert main(["--url", "http://127.0.0.1:9", *flags]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line
