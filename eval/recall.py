@@ -39,7 +39,6 @@ from eval.data.retrieve import open_index, search
 from eval.errors import CommandError
 from eval.run import Run, Sample, new_folder
 from eval.task import TaskData
-from sglang_chunkcache.removed import add_removed_flags
 
 if TYPE_CHECKING:
     from retrieval.encoder import Encoder
@@ -278,7 +277,6 @@ def _parser() -> argparse.ArgumentParser:
         help="a sentence-transformers model instead of the embedded encoder",
     )
     add("--factory", default="Flat", metavar="NAME", help="FAISS factory string; default: Flat")
-    add_removed_flags(parser, ["--first"])
     add(
         "--out", type=Path, metavar="DIR", help="folder of the record; an interrupted run continues"
     )

@@ -235,10 +235,6 @@ def _build(args: argparse.Namespace) -> None:
     tell(f"{files}; {{other_files}} of other kinds skipped")
     for fault in corpus.unreadable:
         print(f"skipped: {fault}")
-    if report.unspaced:
-        pairs = "BM25 finds pairs of characters"
-        words = pairs if settings.bm25_language else "there is no BM25 index"
-        tell(f"scripts without spaces: {{unspaced}} documents ({words})")
     if pruning:
         tell("pruned: {pruned} documents that are not there any more")
     tell("passages: {added} added, {removed} removed, {duplicates} left out as duplicates")
@@ -309,8 +305,6 @@ def _search(args: argparse.Namespace) -> None:
     query, mode = utf8(" ".join(args.query)), args.mode or retriever.modes[0]
     result = retriever.search([query], k=args.k, mode=mode, nprobe=args.nprobe)
     hits = result.hits[0]
-    if retriever.notice:
-        print(retriever.notice, file=sys.stderr)
     if args.json:
         rows = [{**_row(hit.passage), "score": hit.score, "mode": hit.mode} for hit in hits]
         print(json.dumps({"query": query, "passages": rows, "ms": result.ms}, ensure_ascii=False))

@@ -1,8 +1,6 @@
 """BM25 over the words of passages, on tantivy. An index is one folder of rows, without texts.
 
 Words are runs of letters and digits, in scripts without spaces pairs of characters (scripts.py).
-How text is cut has a version: an index is searched and updated with the analyzer that it was made
-with.
 
 The constants are tantivy's:
 k1 = 1.2, b = 0.75, idf = ln(1 + (N - n + 0.5) / (n + 0.5)), with a passage's length rounded down to
@@ -30,6 +28,7 @@ import tantivy
 from numpy.typing import NDArray
 
 from retrieval.errors import CorruptIndexError, RetrievalError, first_line
+from retrieval.manifest import ANALYZER
 from retrieval.passage import utf8
 from retrieval.scripts import paired
 
@@ -38,9 +37,6 @@ MAX_WORD_BYTES = 100
 MAX_QUERY_TERMS = 1024
 """Lucene's limit for the clauses of one query.
 A question has about a dozen words, so the limit affects pasted documents only."""
-PAIRS = 2
-"""The first version of the analyzer that cuts scripts without spaces into pairs of characters;
-1 took a sentence for a word."""
 WRITER_BYTES = 256 << 20
 """The writer's buffer; a full one becomes a segment on disk."""
 
@@ -48,11 +44,11 @@ WRITER_BYTES = 256 << 20
 class Bm25Index:
     """A snapshot of a folder. Many threads may call `search` at once, one at a time `update`."""
 
-    def __init__(self, folder: Path, language: str, version: int) -> None:
+    def __init__(self, folder: Path, language: str) -> None:
         """Of the last commit; without one, empty. See `create` and `open`."""
-        self._analyzer, self._version = create_analyzer(language), version
+        self._analyzer = create_analyzer(language)
         # In the schema: tantivy refuses an index that another analyzer has made.
-        name = f"words-{language}" if version == 1 else f"words{version}-{language}"
+        name = f"words{ANALYZER}-{language}"
         builder = tantivy.SchemaBuilder().add_integer_field("row", indexed=True, fast=True)
         # Frequencies without positions: no phrase is searched.
         builder.add_text_field("content", tokenizer_name=name, index_option="freq")
@@ -64,37 +60,33 @@ class Bm25Index:
         self._searcher = self._index.searcher()
 
     @classmethod
-    def create(cls, folder: Path, *, language: str, version: int) -> Bm25Index:
-        """Create an empty index in a folder that is new or empty. `version`: of the analyzer, from
-        1 to `manifest.ANALYZER`.
-
-        Raises:
-            RetrievalError: there is no stemmer for `language`.
-        """
+    def create(cls, folder: Path, *, language: str) -> Bm25Index:
+        """Create an empty index in a folder that is new or empty.
+        Raises RetrievalError: there is no stemmer for `language`."""
         folder.mkdir(parents=True, exist_ok=True)
-        return cls(folder, language, version)
+        return cls(folder, language)
 
     @classmethod
-    def open(cls, folder: Path, *, language: str, version: int) -> Bm25Index:
-        """Open the folder's last commit, with the `language` and `version` of its creation.
+    def open(cls, folder: Path, *, language: str) -> Bm25Index:
+        """Open the folder's last commit, with the `language` of its creation.
 
         Raises:
             CorruptIndexError: the folder is missing, incomplete, truncated, or was created with
-                another language or version. Flipped bits are not detected here but by the
-                manifest's checksums.
+                another language. Flipped bits are not detected here but by the manifest's
+                checksums.
             RetrievalError: there is no stemmer for `language`.
         """
         _check_exists(folder)
-        what = f"{folder} is damaged or no BM25 index in {language!r} by analyzer {version}"
+        what = f"{folder} is damaged or no BM25 index in {language!r}"
         with _damage_named(what):
             if os.access(folder, os.W_OK):
-                return cls(folder, language, version)
+                return cls(folder, language)
             # tantivy needs a folder in which it can create a lock file; open files outlive these
             # links.
             with TemporaryDirectory() as links:
                 for file in _files(folder):
                     Path(links, file.name).symlink_to(file.resolve())
-                return cls(Path(links), language, version)
+                return cls(Path(links), language)
 
     @property
     def num_docs(self) -> int:
@@ -124,7 +116,7 @@ class Bm25Index:
             for row in remove:
                 writer.delete_documents_by_term("row", row)
             for row, content in add:
-                writer.add_document(tantivy.Document(row=row, content=self._cut(content)))
+                writer.add_document(tantivy.Document(row=row, content=_cut(content)))
             writer.commit()
         except BaseException:
             writer.rollback()
@@ -146,7 +138,7 @@ class Bm25Index:
         """
         searcher = self._searcher
         with _damage_named("the BM25 index is damaged"):
-            words = list(dict.fromkeys(self._analyzer.analyze(self._cut(query))))
+            words = list(dict.fromkeys(self._analyzer.analyze(_cut(query))))
             if len(words) > MAX_QUERY_TERMS:
                 frequency = {word: searcher.doc_freq("content", word) for word in words}
                 # A word that no passage has would take a clause and find nothing.
@@ -162,10 +154,6 @@ class Bm25Index:
         scores, rows = np.array([score for score, _ in hits], np.float32), np.array(found, np.int64)
         order = np.lexsort((rows, -scores))
         return scores[order], rows[order]
-
-    def _cut(self, text: str) -> str:
-        """What the analyzer is given of a text, a passage's or a query's."""
-        return paired(utf8(text)) if self._version >= PAIRS else utf8(text)
 
 
 def link_copy(source: Path, target: Path) -> None:
@@ -186,6 +174,11 @@ def link_copy(source: Path, target: Path) -> None:
             os.link(file, target / file.name)
         except OSError:
             shutil.copy2(file, target / file.name)
+
+
+def _cut(text: str) -> str:
+    """What the analyzer is given of a text, a passage's or a query's."""
+    return paired(utf8(text))
 
 
 def _files(folder: Path) -> list[Path]:

@@ -40,7 +40,6 @@ from retrieval.manifest import (
 )
 from retrieval.passage import Document, Passage
 from retrieval.progress import Progress
-from retrieval.scripts import is_unspaced
 from retrieval.settings import SETTINGS, IndexSettings, read_settings
 from retrieval.splitter import Splitter
 from retrieval.store import PassageStore
@@ -61,11 +60,10 @@ T = TypeVar("T")
 
 @dataclass
 class BuildReport:
-    """Counts of one run: of documents down to `pruned`, `unspaced` of them in scripts without
-    spaces; then of passages, removed ones of documents that changed or went."""
+    """Counts of one run: of documents down to `pruned`; then of passages, removed ones of documents
+    that changed or went."""
 
     documents: int = 0
-    unspaced: int = 0
     unchanged: int = 0
     changed: int = 0
     pruned: int = 0
@@ -272,7 +270,6 @@ def _read(
     store.begin()
     for document in documents:
         report.documents += 1
-        report.unspaced += is_unspaced(document.text)
         is_known = store.is_known(document, run)
         report.unchanged += is_known is True
         report.changed += is_known is False

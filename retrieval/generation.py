@@ -50,7 +50,7 @@ def publish(directory: Directory, *, seed: int, progress: Progress) -> Manifest:
     removed = directory.store.removed_rows()
     removed = removed[removed < num_rows]
     is_same = num_rows == served.num_rows and len(removed) == len(removed_rows(folder, served))
-    if is_same and not served.is_outdated:
+    if is_same:
         _delete_unnamed(folder, served)  # left by a build that died after its manifest was written
         return served
     segments = _index_vectors(directory, num_rows, seed=seed, progress=progress)
@@ -123,12 +123,12 @@ def _index_texts(
     name = f"bm25-{served.generation + 1}"
     shutil.rmtree(folder / name, ignore_errors=True)  # left by a build that died here
     first = 0
-    if served.bm25 and not served.is_outdated:
+    if served.bm25:
         first = served.num_rows
         link_copy(folder / served.bm25, folder / name)
-        index = Bm25Index.open(folder / name, language=language, version=ANALYZER)
+        index = Bm25Index.open(folder / name, language=language)
     else:
-        index = Bm25Index.create(folder / name, language=language, version=ANALYZER)
+        index = Bm25Index.create(folder / name, language=language)
     gone = np.setdiff1d(removed[removed < first], removed_rows(folder, served))
     hidden = set(removed[removed >= first].tolist())
 

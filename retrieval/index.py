@@ -192,8 +192,8 @@ class Index(Directory):
             # only here: an index without BM25 does not need tantivy
             from retrieval.bm25 import Bm25Index
 
-            place, version = folder / manifest.bm25, manifest.analyzer
-            bm25 = Bm25Index.open(place, language=settings.bm25_language, version=version)
+            place = folder / manifest.bm25
+            bm25 = Bm25Index.open(place, language=settings.bm25_language)
             # a folder that is being deleted opens as empty
             if bm25.num_docs != manifest.num_rows - len(removed):
                 raise CorruptIndexError(f"{place}: holds {bm25.num_docs} passages")

@@ -34,10 +34,9 @@ from retrieval.errors import CorruptIndexError, RetrievalError
 from retrieval.settings import SETTINGS
 
 FORMAT = 2
-"""Incremented when older versions cannot read the directory. 1, without `analyzer`, is read."""
+"""Incremented when other versions cannot read the directory."""
 ANALYZER = 2
-"""Version of how BM25 cuts text into words; incremented when it changes. An index that an older one
-has made is searched with that one, until the next build indexes its texts anew."""
+"""Version of how BM25 cuts text into words; incremented when it changes."""
 MANIFEST, PASSAGES, VECTORS = "manifest.json", "passages.sqlite", "vectors.f16"
 
 
@@ -80,11 +79,6 @@ class Manifest:
     analyzer: int
     files: Mapping[str, FileEntry]
 
-    @property
-    def is_outdated(self) -> bool:
-        """Whether an older analyzer than today's has cut the texts of BM25."""
-        return self.bm25 is not None and self.analyzer < ANALYZER
-
     def to_json(self) -> str:
         """The content of the manifest file."""
         fields = asdict(self)
@@ -96,13 +90,11 @@ class Manifest:
         """Read the result of `to_json`.
         Raises ValueError, KeyError or TypeError for anything else."""
         fields = json.loads(text)
-        if (written := fields.pop("format")) not in (1, FORMAT):
+        if fields.pop("format") != FORMAT:
             raise ValueError(f"not of format {FORMAT}")
         if fields.pop("xxh3") != _digest(fields):
             raise ValueError("damaged, its checksum differs")
-        if written == 1:
-            fields["analyzer"] = 1
-        if not 1 <= (version := fields["analyzer"]) <= ANALYZER:
+        if (version := fields["analyzer"]) != ANALYZER:
             raise ValueError(f"its analyzer is of version {version}, this release has {ANALYZER}")
         fields["segments"] = tuple(SegmentEntry(**entry) for entry in fields["segments"])
         fields["vectors"] = tuple((row, checksum) for row, checksum in fields["vectors"])

@@ -15,18 +15,12 @@ def reciprocal_rank_fusion(
     scores by best rank, then by the first ranking that holds that rank.
 
     Args:
-        rankings: ids, best first; rank counts from 1. An id that a ranking repeats counts once, at
-            its first rank.
+        rankings: different ids, best first; rank counts from 1.
         constant: the larger, the smaller the advantage of the first ranks; 60 in the paper.
-    Raises:
-        ValueError: `k` or `constant` is negative (with a negative constant a share would not fall
-            with the rank).
     """
-    if k < 0 or constant < 0:
-        raise ValueError(f"k and constant must not be negative, got {k} and {constant}")
     ranks: dict[int, list[tuple[int, int]]] = {}  # id -> (rank, number of the ranking)
     for number, ranking in enumerate(rankings):
-        for rank, item in enumerate(dict.fromkeys(ranking), start=1):
+        for rank, item in enumerate(ranking, start=1):
             ranks.setdefault(item, []).append((rank, number))
     # fsum rounds once, so the order of the rankings cannot change a score.
     scores = {

@@ -138,16 +138,6 @@ class Retriever:
             return ("filled", "bm25", "fusion", "dense")
         return ("fusion", "dense", "bm25", "filled")
 
-    @property
-    def notice(self) -> str | None:
-        """What the index's owner should know about the served generation."""
-        if not self.index.manifest.is_outdated:
-            return None
-        return (
-            f"{self.index.folder}: its words were cut by an earlier version, which finds no word of"
-            " a script without spaces; run `python -m retrieval build` again"
-        )
-
     def search(self, queries: Sequence[str], *, k: int, mode: Mode, nprobe: int) -> SearchResult:
         """The k best passages of each query; fewer if fewer are there, share a word or are near.
 

@@ -23,7 +23,6 @@ _HANGUL = "\u1100-\u11ff\uac00-\ud7a3"
 _ITERATION = "\u3005-\u3007"  # 々 among them
 _HALF_WIDTH = "\uff66-\uff9f"
 _RUN = re.compile(f"[{UNSPACED}{_HANGUL}{_ITERATION}{_HALF_WIDTH}]+")
-_UNSPACED_CHAR = re.compile(f"[{UNSPACED}]+")
 _MARKS = (
     "\u0e47-\u0e4c\u0e4e\u0eba\u0ec8-\u0ecc\u1037\u1039\u103a\u17b4\u17b5\u17c9-\u17d3\u17dd"
     "\u3099\u309a"
@@ -46,15 +45,6 @@ def paired(text: str) -> str:
     """The text with spaces between the pairs of neighbouring characters of each run in such a
     script; the rest as it is."""
     return text if text.isascii() else _RUN.sub(_pairs, text)
-
-
-def is_unspaced(text: str) -> bool:
-    """Whether at least half of the characters, white space apart, are of a script without spaces.
-    Korean is not."""
-    if text.isascii():
-        return False
-    dense = "".join(text.split())
-    return 2 * len(_UNSPACED_CHAR.sub("", dense)) <= len(dense)
 
 
 def _pairs(run: re.Match[str]) -> str:

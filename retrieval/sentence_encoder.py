@@ -1,8 +1,8 @@
 """A sentence-transformers model as an encoder: any local path or hub name, on CPU or GPU.
 
 A folder with a plain transformers model (Contriever) has no pooling of its own:
-sentence-transformers then averages over tokens. Texts are truncated to `max_tokens`, the model's
-own limit: build passages that fit.
+sentence-transformers then averages over tokens. Texts are truncated to the model's own limit: build
+passages that fit.
 
 Many models were trained with a prefix that distinguishes queries from passages, and lose recall
 without it. Order of precedence: the caller's prefix ("" for none), the model's own `prompts`, the
@@ -70,12 +70,6 @@ class SentenceEncoder:
     def dim(self) -> int:
         return int(self._model.get_embedding_dimension())
 
-    @property
-    def max_tokens(self) -> int | None:
-        """Length to which texts are truncated, prefix and special tokens included;
-        None if the model has no limit."""
-        return self._model.max_seq_length  # type: ignore[no-any-return]
-
     def encode_passages(self, texts: Sequence[str]) -> NDArray[np.float32]:
         """[n, dim] float32."""
         return self._encode(self._model.encode_document, texts, self.passage_prefix)
@@ -93,7 +87,8 @@ class SentenceEncoder:
             "query_prefix": self.query_prefix,
             "passage_prefix": self.passage_prefix,
             "normalize": self._options["normalize_embeddings"],
-            "max_tokens": self.max_tokens,
+            # to which texts are truncated, prefix and special tokens included; None: no limit
+            "max_tokens": self._model.max_seq_length,
         }
 
     def _encode(self, encode: Any, texts: Sequence[str], prefix: str) -> NDArray[np.float32]:

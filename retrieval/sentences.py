@@ -1,9 +1,9 @@
 """Finds where a text may be split: between sentences, and preferably between paragraphs.
 
 By rules, without a model: closing punctuation followed by a space and no small letter, CJK full
-stops, blank lines, Markdown headings and list items. Rows of a table are sentences, and nothing in
-them ends one. The rules sometimes err ("Vitamin C. It helps" is not split, since C looks like an
-initial). A missed border only makes a sentence longer; the splitter enforces its limit in any case.
+stops, blank lines, Markdown headings and list items. The rules sometimes err ("Vitamin C. It helps"
+is not split, since C looks like an initial). A missed border only makes a sentence longer; the
+splitter enforces its limit in any case.
 
     One. Two! Dr. Who?⏎⏎# Head⏎⏎Three.⏎- four      | sentence  ║ paragraph
         |    |         ║                |            a heading stays with what follows
@@ -12,10 +12,8 @@ initial). A missed border only makes a sentence longer; the splitter enforces it
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import NamedTuple
-
-from retrieval.tables import HEADING, Table, table_at
 
 # ruff: noqa: RUF001 (the marks of several scripts look alike)
 _CLOSERS = r"[\"'”’»›)\]}*_]"  # Markdown's emphasis may close after the full stop
@@ -23,6 +21,7 @@ _CLOSERS = r"[\"'”’»›)\]}*_]"  # Markdown's emphasis may close after the 
 # linear time.
 _STOP = re.compile(rf"([.!?…؟।۔]++{_CLOSERS}*+)\s*+|([。！？｡]++[」』”’）】]*+)\s*+")
 _LINE_BREAKS = re.compile(r"\n\s*+")
+_HEADING = re.compile(r"#{1,6}[ \t]+\S")
 _LIST_ITEM = re.compile(r"(?:[-*+•]|\d{1,3}[.)])[ \t]+\S")
 _OPENERS = "\"'“‘«‹([{*_-–—¿¡"
 _LONGEST_OPENING = 4  # characters
@@ -46,36 +45,29 @@ class Border(NamedTuple):
     paragraph: bool
 
 
-def find_borders(text: str, tables: Sequence[Table]) -> list[Border]:
+def find_borders(text: str) -> list[Border]:
     """All places where `text` may be split, ascending. The last one is its end, where `start` is
-    the text's length. `tables`: `find_tables` of the text."""
+    the text's length."""
     length = len(text.rstrip())
-    stops: list[Border] = []
-    for stop in _sentence_stops(text, length):
-        table = table_at(tables, stop.start)
-        if table is None or table.start == stop.start:  # else it is in a row, or between two
-            stops.append(stop)
+    stops = list(_sentence_stops(text, length))
     borders: list[Border] = []
     taken = 0
     line = len(text) - len(text.lstrip())
     for breaks in _LINE_BREAKS.finditer(text, line, length):
         following = breaks.end()
-        is_heading = HEADING.match(text, line) is not None
-        table, next_table = table_at(tables, line), table_at(tables, following)
-        is_header = table is not None and following <= table.body
-        begins_table = next_table is not None and next_table.start == following
+        is_heading = _HEADING.match(text, line) is not None
         while taken < len(stops) and stops[taken].start <= following:
             if not is_heading:
                 borders.append(stops[taken])
             taken += 1
-        if not (is_heading or is_header):
-            paragraph = breaks[0].count("\n") > 1 or HEADING.match(text, following) is not None
-            if paragraph or table or begins_table or _LIST_ITEM.match(text, following):
+        if not is_heading:
+            paragraph = breaks[0].count("\n") > 1 or _HEADING.match(text, following) is not None
+            if paragraph or _LIST_ITEM.match(text, following):
                 if borders and borders[-1].start == following:
                     borders.pop()
                 borders.append(Border(end_before(text, breaks.start()), following, paragraph))
         line = following
-    if not HEADING.match(text, line):
+    if not _HEADING.match(text, line):
         borders.extend(stops[taken:])
     borders.append(Border(length, len(text), True))
     return borders

@@ -15,10 +15,6 @@ Only a sentence longer than a passage is cut: between lines, also only if half f
 words, else between tokens. Every character that is not whitespace is in a passage; without overlap,
 in exactly one.
 
-A row of a Markdown table counts as a sentence, its header and first row as one (tables.py). A
-passage that begins in a later row has the header in front, which counts towards its tokens, and no
-overlap begins within a row.
-
 Not a library's: `semantic-text-splitter` 0.33 cuts after "Dr.", leaves a heading at a passage's
 end, and takes 40 to 50 times as long for eight times the text without spaces (eval/LOG.md).
 
@@ -36,7 +32,6 @@ from collections.abc import Iterator
 from retrieval.errors import RetrievalError
 from retrieval.passage import Document, Passage
 from retrieval.sentences import end_before, find_borders
-from retrieval.tables import find_tables, table_at
 from retrieval.tokens import Tokens
 
 BLOCK_CHARS = 1 << 18
@@ -68,61 +63,46 @@ class Splitter:
             raise RetrievalError(f"the overlap must be {limit}, got {overlap_tokens}")
         self.tokens, self.max_tokens, self.overlap_tokens = tokens, max_tokens, overlap_tokens
 
-    def count(self, text: str) -> int:
-        """Number of tokens of a text alone."""
-        return len(self.tokens.offsets(text))
-
     def split(self, document: Document) -> Iterator[Passage]:
         """The document's passages in order; none for a text of whitespace.
 
         A passage's `text` begins at the offset in its `id` in `document.text`, without whitespace
-        around it, below the header that it repeats. The overlap begins at the start of a sentence
-        (of a word, if the sentence itself was cut). It is left out if a whole sentence would no
-        longer fit after it.
+        around it. The overlap begins at the start of a sentence (of a word, if the sentence itself
+        was cut). It is left out if a whole sentence would no longer fit after it.
 
         Raises:
             RetrievalError: one character alone has more than `max_tokens` tokens.
         """
-        num_tokens, header = 0, ""
+        num_tokens = 0
         for first, last in _blocks(document.text):
-            block = _Block(document.text[first:last], self, header)
-            for start, end, size, above in block.pack(document.id):
-                name, text = f"{document.id}#{first + start}", above + block.text[start:end]
+            block = _Block(document.text[first:last], self)
+            for start, end, size in block.pack(document.id):
+                name, text = f"{document.id}#{first + start}", block.text[start:end]
                 begin = num_tokens + block.tokens_before(start)
                 stop = num_tokens + block.tokens_until(end)
                 yield Passage(name, document.id, document.title, text, begin, stop, size)
             num_tokens += len(block.token_starts)
-            header = block.open_header
 
 
 class _Block:
     """A part of a document with the positions, in its characters, of tokens and borders."""
 
-    def __init__(self, text: str, splitter: Splitter, header: str) -> None:
-        """`header`: of the table in whose rows the block begins, empty if it does not."""
-        self.text, self._count = text, splitter.count
+    def __init__(self, text: str, splitter: Splitter) -> None:
+        self.text, self._offsets = text, splitter.tokens.offsets
         self._max_tokens, self._overlap_tokens = splitter.max_tokens, splitter.overlap_tokens
-        offsets = splitter.tokens.offsets(text)
+        offsets = self._offsets(text)
         self.token_starts = [start for start, _ in offsets]
         self._token_ends = [end for _, end in offsets]
-        self._tables = find_tables(text, header)
-        is_open = bool(self._tables) and self._tables[-1].is_open
-        self.open_header = self._tables[-1].header if is_open else ""
-        borders = find_borders(text, self._tables)
+        borders = find_borders(text)
         self._sentence_ends = [border.end for border in borders]
         self._sentence_starts = [border.start for border in borders]
         self._paragraph_ends = [border.end for border in borders if border.paragraph]
 
-    def pack(self, document_id: str) -> Iterator[tuple[int, int, int, str]]:
-        """`(start, end, tokens, header)` of each passage, without whitespace around it;
-        `header` is put in front."""
+    def pack(self, document_id: str) -> Iterator[tuple[int, int, int]]:
+        """`(start, end, tokens)` of each passage, without whitespace around it."""
         start = fresh = self._next_start(0)  # `fresh`: first character that no passage holds yet
         while fresh < len(self.text):
-            header = self._header(start)
-            passage = self._take(start, fresh, header)
-            if passage is None and start == fresh and header:
-                header = ""  # not even a character fits below it
-                passage = self._take(start, fresh, header)
+            passage = self._take(start, fresh)
             if passage is None:
                 if start == fresh:
                     what = f"the character {self.text[start]!r} has more than"
@@ -131,7 +111,7 @@ class _Block:
                 start = fresh  # without the overlap
                 continue
             end, size = passage
-            yield start, end, size, header
+            yield start, end, size
             fresh = self._next_start(end)
             start = self._overlap_start(start, end, fresh)
 
@@ -143,23 +123,15 @@ class _Block:
         """Number of tokens that begin before a position."""
         return bisect_left(self.token_starts, position)
 
-    def _header(self, start: int) -> str:
-        """What is put in front of a passage from `start`:
-        the header of the table in whose rows it begins, as lines."""
-        table = table_at(self._tables, start)
-        if table is None or start < table.body:
-            return ""
-        return table.header if 2 * self._count(table.header) <= self._max_tokens else ""
-
-    def _take(self, start: int, fresh: int, header: str) -> tuple[int, int] | None:
+    def _take(self, start: int, fresh: int) -> tuple[int, int] | None:
         """End and size of the passage from `start`;
         None if it cannot both extend past `fresh` and respect the limit."""
-        room = budget = self._max_tokens - self._count(header)
+        budget = self._max_tokens
         while True:
-            end = self._choose_end(start, fresh, budget, room)
+            end = self._choose_end(start, fresh, budget)
             if end is None:
                 return None
-            size = self._count(header + self.text[start:end])
+            size = len(self._offsets(self.text[start:end]))
             if size <= self._max_tokens:
                 return end, size
             # Not even one more character fits.
@@ -168,9 +140,8 @@ class _Block:
             # one or two tokens more at the borders: try again with fewer
             budget -= size - self._max_tokens
 
-    def _choose_end(self, start: int, fresh: int, budget: int, room: int) -> int | None:
-        """The best end, after `fresh`, of a passage of at most `budget` tokens from `start`;
-        with `room` tokens it is full."""
+    def _choose_end(self, start: int, fresh: int, budget: int) -> int | None:
+        """The best end, after `fresh`, of a passage of at most `budget` tokens from `start`."""
         after = self.tokens_before(start) + budget
         starts = self.token_starts
         limit = starts[max(after, 0)] if after < len(starts) else len(self.text)
@@ -179,19 +150,19 @@ class _Block:
         if end == self._sentence_ends[-1]:
             return end
         paragraph = _last_in(self._paragraph_ends, fresh, limit)
-        if paragraph is not None and self._half_full(start, paragraph, room):
+        if paragraph is not None and self._half_full(start, paragraph):
             return paragraph
         if end is None and start < fresh and self._begins_sentence(fresh):
             return None  # leave the overlap out rather than cut a sentence for it
-        return end or self._cut(start, fresh, limit, room)
+        return end or self._cut(start, fresh, limit)
 
-    def _cut(self, start: int, fresh: int, limit: int, room: int) -> int | None:
+    def _cut(self, start: int, fresh: int, limit: int) -> int | None:
         """Where to cut a sentence beyond `fresh` and not beyond `limit`:
         a line if half full, else a space, else `limit`."""
         if limit <= fresh:
             return None if start < fresh else fresh + 1
         line = self.text.rfind("\n", fresh, limit + 1)
-        if line > fresh and self._half_full(start, line, room):
+        if line > fresh and self._half_full(start, line):
             return end_before(self.text, line)
         space = limit
         while space > fresh and not (self.text[space - 1].isspace() or self.text[space].isspace()):
@@ -209,14 +180,12 @@ class _Block:
         # Always found: the last border starts at the text's length.
         sentence = self._sentence_starts[bisect_left(self._sentence_starts, earliest)]
         if sentence >= fresh and not self._begins_sentence(fresh):
-            if table_at(self._tables, fresh):
-                return fresh
             word = _WORD_START.search(self.text, earliest, fresh)
             return word.start() if word else fresh
         return min(sentence, fresh)
 
-    def _half_full(self, start: int, end: int, room: int) -> bool:
-        return 2 * (self.tokens_until(end) - self.tokens_before(start)) >= room
+    def _half_full(self, start: int, end: int) -> bool:
+        return 2 * (self.tokens_until(end) - self.tokens_before(start)) >= self._max_tokens
 
     def _begins_sentence(self, position: int) -> bool:
         index = bisect_left(self._sentence_starts, position)

@@ -79,9 +79,6 @@ class PassageStore:
                 self._db.executescript(_WRITER + _SCHEMA)
         except sqlite3.Error as error:
             raise _named(error, path) from None
-        query = "SELECT count(*) FROM pragma_table_info('documents') WHERE name = 'file'"
-        if writable and not self._count(query):
-            self._all("ALTER TABLE documents ADD COLUMN file TEXT")  # made by an earlier version
         self._next_row = self.num_rows
 
     @property

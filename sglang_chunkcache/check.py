@@ -30,7 +30,6 @@ from sglang_chunkcache import config
 from sglang_chunkcache.chunk_files import read_examples
 from sglang_chunkcache.client import Client, ServerError
 from sglang_chunkcache.own_selectors import check_selectors
-from sglang_chunkcache.removed import add_removed_flags
 from sglang_chunkcache.wire.message import decode
 from sglang_chunkcache.wire.state import STATE_KEY, RankState
 
@@ -92,7 +91,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="on these questions, one JSON object a line, or on made-up ones",
     )
-    add_removed_flags(parser, ["--calibrate", "--f1"])
     parser.add_argument("--json", action="store_true", help="print nothing but the JSON line")
     return parser
 

@@ -7,29 +7,45 @@ which `python -m sglang_chunkcache.preprocess` tells the format, and questions w
 from __future__ import annotations
 
 import gzip
-import json
 import zlib
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, TypeVar
+
+import msgspec
+from msgspec import Meta
 
 from sglang_chunkcache.errors import ServerError
 
+Text = Annotated[str, Meta(min_length=1)]
+Id = Text | int
+"""A number in one file may be a text in the other."""
 
-class Example(NamedTuple):
-    question: str
-    chunks: tuple[str, ...]
-    answers: tuple[str, ...]
+
+class Example(msgspec.Struct, frozen=True):
+    question: Text
+    chunks: Annotated[tuple[Text, ...], Meta(min_length=1)]
+    answers: Annotated[tuple[Text, ...], Meta(min_length=1)]
+
+
+class _Chunk(msgspec.Struct):
+    id: Id
+    text: Text
+
+
+class _Near(msgspec.Struct):
+    id: Id
+    neighbors: list[Id]
+
+
+R = TypeVar("R", Example, _Chunk, _Near)
 
 
 def read_corpus(path: Path) -> dict[str, str]:
     """Texts by id, in the file's order. Raises ServerError naming file and line."""
     texts: dict[str, str] = {}
-    for where, row in _rows(path):
-        name, text = _id_of(row, where, texts), row.get("text")
-        if not isinstance(text, str) or not text:
-            raise ServerError(f"{where}: text must be a text that is not empty")
-        texts[name] = text
+    for where, row in _rows(path, _Chunk):
+        texts[_new_id(row.id, where, texts)] = row.text
     if not texts:
         raise ServerError(f"{path}: no chunks")
     return texts
@@ -38,19 +54,14 @@ def read_corpus(path: Path) -> dict[str, str]:
 def read_neighbors(path: Path, known: Iterable[str]) -> dict[str, list[str]]:
     """Ids of the neighbours, nearest first, by id; the strings are those `known`.
     Raises ServerError naming file and line."""
-    # json.loads makes a new string of each id. Lists of these share the corpus's strings.
+    # Each line brings new strings. Lists of these share the corpus's strings.
     names = {name: name for name in known}
     neighbors: dict[str, list[str]] = {}
-    for where, row in _rows(path):
-        name, listed = _id_of(row, where, neighbors), row.get("neighbors")
-        if name not in names:
-            raise ServerError(f"{where}: id {name!r} is not in the corpus")
-        if not isinstance(listed, list) or not all(_is_id(item) for item in listed):
-            raise ServerError(f"{where}: neighbors must be a list of ids")
-        # An id may be a number in one file and a text in the other.
-        ids = [str(item) for item in listed]
-        if unknown := next((item for item in ids if item not in names), None):
-            raise ServerError(f"{where}: neighbor {unknown!r} is not in the corpus")
+    for where, row in _rows(path, _Near):
+        name = _new_id(row.id, where, neighbors)
+        ids = [str(item) for item in row.neighbors]
+        if unknown := next((item for item in (name, *ids) if item not in names), None):
+            raise ServerError(f"{where}: id {unknown!r} is not in the corpus")
         # A search by a chunk's own text finds the chunk itself first.
         neighbors[names[name]] = [names[item] for item in dict.fromkeys(ids) if item != name]
     return neighbors
@@ -58,19 +69,7 @@ def read_neighbors(path: Path, known: Iterable[str]) -> dict[str, list[str]]:
 
 def read_examples(path: Path) -> list[Example]:
     """Raises ServerError naming file and line."""
-    examples = []
-    for where, row in _rows(path):
-        if not row.keys() >= {*Example._fields}:
-            raise ServerError(f"{where}: needs question, chunks and answers")
-        question, chunks, answers = (row[name] for name in Example._fields)
-        if not isinstance(chunks, list) or not isinstance(answers, list):
-            raise ServerError(f"{where}: chunks and answers must be lists")
-        texts = [question, *chunks, *answers]
-        if not chunks or not answers or not all(isinstance(text, str) and text for text in texts):
-            raise ServerError(
-                f"{where}: question, chunks and answers must be texts that are not empty"
-            )
-        examples.append(Example(question, tuple(chunks), tuple(answers)))
+    examples = [example for _, example in _rows(path, Example)]
     # The server would calibrate on made-up questions instead, without a word.
     if not examples:
         raise ServerError(f"{path}: no examples")
@@ -80,35 +79,27 @@ def read_examples(path: Path) -> list[Example]:
 # Private, in order of use
 
 
-def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(file:line, object) for every line that is not empty."""
+def _rows(path: Path, kind: type[R]) -> Iterator[tuple[str, R]]:
+    """(file:line, row) for every line that is not empty."""
+    decoder = msgspec.json.Decoder(kind)
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as lines:
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as lines:
             for number, line in enumerate(lines, 1):
                 if not line.strip():
                     continue
                 where = f"{path}:{number}"
                 try:
-                    row = json.loads(line)
-                # json.loads raises RecursionError for brackets nested too deeply.
+                    row = decoder.decode(line)
+                # RecursionError: brackets nested too deeply
                 except (ValueError, RecursionError) as error:
-                    raise ServerError(f"{where}: not JSON: {error}") from None
-                if not isinstance(row, dict):
-                    raise ServerError(f"{where}: must be a JSON object")
+                    raise ServerError(f"{where}: {error}") from None
                 yield where, row
     # gzip raises EOFError where a file was cut off, zlib.error where it is damaged: no OSErrors.
-    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise ServerError(f"{path}: {error}") from None
 
 
-def _id_of(row: Mapping[str, Any], where: str, seen: Container[str]) -> str:
-    if not _is_id(row.get("id")):
-        raise ServerError(f"{where}: id must be a text or a number")
-    if (name := str(row["id"])) in seen:
+def _new_id(given: str | int, where: str, seen: Container[str]) -> str:
+    if (name := str(given)) in seen:
         raise ServerError(f"{where}: id {name!r} occurs twice")
     return name
-
-
-def _is_id(value: object) -> bool:
-    # True is an int to Python, and no id.
-    return isinstance(value, str | int) and not isinstance(value, bool) and value != ""

@@ -18,8 +18,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, get_args
 
-from sglang_chunkcache.removed import add_removed_flags, refusal
-
 ENV_VAR = "SGLANG_CHUNKCACHE_CONFIG"
 
 SHORT_FLAGS = {
@@ -390,8 +388,7 @@ class ChunkCacheConfig(
             is_own = f.name == "selector" and self.selectors is not None
             if choices and value not in choices and not is_own:
                 allowed = f"must be one of {', '.join(choices)}, got {value!r}"
-                was = refusal(flag, value)
-                raise ValueError(f"{flag} {value} {was}" if was else f"{flag} {allowed}")
+                raise ValueError(f"{flag} {allowed}")
             if value is None and f.default is None:
                 continue
             # A bool is an int to Python; `not >=` also refuses NaN, which float() reads.
@@ -438,15 +435,11 @@ def flag_name(field_name: str) -> str:
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags, in groups, each with the reason for its default;
-    refuse those that earlier versions had."""
-    # parse_known_args would leave a removed flag to SGLang, whose error knows no advice.
-    add_removed_flags(parser)
+    """Add the flags, in groups, each with the reason for its default."""
     for title, group in GROUPS.items():
         section = parser.add_argument_group(title)
         for f in flag_fields(group):
             (what, why), choices = help_texts()[f.name], f.metadata["choices"]
-            # Without argparse's `choices`, which would refuse a removed value without the advice.
             section.add_argument(
                 flag_name(f.name),
                 *([SHORT_FLAGS[f.name]] if f.name in SHORT_FLAGS else []),

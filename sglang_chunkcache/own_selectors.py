@@ -16,7 +16,6 @@ from typing import Any
 
 from radix_ext import Need
 from sglang_chunkcache.config import SELECTORS, ChunkCacheConfig, flag_name
-from sglang_chunkcache.removed import refusal
 
 NAME = re.compile(r"[a-z][a-z0-9_-]*")
 """Names are parts of recipes and labels of metrics."""
@@ -62,19 +61,15 @@ def own_selectors(module: str | None) -> Mapping[str, Any]:
     return MappingProxyType(own)
 
 
-def own_needs(name: str, module: str | None, *, field: str = "reuse.selector") -> frozenset[Need]:
+def own_needs(name: str, module: str | None) -> frozenset[Need]:
     """What a selector that is none of ours reads; nothing for one of ours.
-
-    Raises:
-        ValueError: no such selector. field: what named it.
-    """
+    Raises ValueError: no such selector."""
     own = own_selectors(module)
     if name in own:
         needs: frozenset[Need] = own[name].needs
         return needs
     if name not in SELECTORS:
-        allowed = f"must be one of {', '.join((*SELECTORS, *own))}, got {name!r}"
-        raise ValueError(refusal(field, name) or allowed)
+        raise ValueError(f"must be one of {', '.join((*SELECTORS, *own))}, got {name!r}")
     return frozenset()
 
 
@@ -82,8 +77,7 @@ def check_selectors(config: ChunkCacheConfig) -> None:
     """Raise ValueError where the module does not suit, or the server's own selector is none of ours
     and none of its."""
     own_selectors(config.selectors)
-    flag = flag_name("selector")
     try:
-        own_needs(config.selector, config.selectors, field=flag)
+        own_needs(config.selector, config.selectors)
     except ValueError as error:
-        raise ValueError(f"{flag} {config.selector}: {error}") from None
+        raise ValueError(f"{flag_name('selector')} {config.selector}: {error}") from None

@@ -41,7 +41,6 @@ from tqdm import tqdm
 from radix_ext.variants import RESERVED_SHARE
 from sglang_chunkcache.chunk_files import read_corpus, read_neighbors
 from sglang_chunkcache.client import Client, RefusedError, ServerError, settle
-from sglang_chunkcache.removed import add_removed_flags
 
 T = TypeVar("T")
 
@@ -55,7 +54,8 @@ MAX_BATCH = 64
 """The server drafts that many long requests at most (`front/draft_queue.py`)."""
 NUM_SAMPLED = 32
 """Chunks whose tokens are counted for the size of all."""
-PROGRESS_S = 5.0
+LOG_S = 5.0
+"""Between two states of the bar where no terminal draws it over itself."""
 MAX_NAMED = 5
 """Refused chunks named on stderr; all are counted."""
 PASSES = ("alone", "behind_neighbors")
@@ -75,13 +75,12 @@ def main(argv: Sequence[str]) -> int:
         parser.error("--max-missing: must be from 0 to 1")
     if not 1 <= args.batch <= MAX_BATCH:
         parser.error(f"--batch: must be from 1 to {MAX_BATCH}")
-    has_bar = sys.stderr.isatty() and not args.json
     try:
         texts = read_corpus(args.corpus)
         neighbors = read_neighbors(args.neighbors, texts)
         client = Client(args.url, args.api_key, max_connections=args.batch)
         how = {"top_n": args.top_n, "system": args.system, "batch": args.batch}
-        result = preprocess(client, texts, neighbors, **how, has_bar=has_bar)
+        result = preprocess(client, texts, neighbors, **how, has_bar=not args.json)
     except ServerError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
@@ -102,7 +101,7 @@ def preprocess(
     top_n: int,
     system: str | None = None,
     batch: int = DEFAULT_BATCH,
-    has_bar: bool = False,
+    has_bar: bool = True,
 ) -> dict[str, Any]:
     """Compute every chunk alone, then each chunk that has neighbours after the `top_n` nearest,
     `batch` requests at a time; returns the JSON line's object.
@@ -134,9 +133,13 @@ def preprocess(
         fates = Counter(moved=0, computed=0, missing=0)
         again, started = list[str](), time.monotonic()
         with tqdm(
-            total=len(work), desc=name, unit=" chunks", dynamic_ncols=True, disable=not has_bar
+            total=len(work),
+            desc=name,
+            unit=" chunks",
+            dynamic_ncols=True,
+            mininterval=0.1 if sys.stderr.isatty() else LOG_S,
+            disable=not has_bar,
         ) as bar:
-            told = started
             for num, chunks in ((batch, work), (1, again)):
                 for chunk, answer in _answers(lambda chunk: post(chunk, work[chunk]), chunks, num):
                     if isinstance(answer, RefusedError):
@@ -152,15 +155,6 @@ def preprocess(
                         found["chunk_tokens"] += answer["chunk_tokens"]
                         fates.update(answer["neighbors"])
                     bar.update()
-                    # A bar is drawn over itself, which a log file cannot show.
-                    if not has_bar and (now := time.monotonic()) - told > PROGRESS_S:
-                        told, done = now, found["chunks"] + found["kept"] + found["refused"]
-                        left = bar.format_interval((now - started) * (len(work) / done - 1))
-                        print(
-                            f"{name}: {done}/{len(work)}, {done / (now - started):.1f} chunks/s,"
-                            f" {left} left",
-                            file=sys.stderr,
-                        )
             # Taken before `settle`, whose waiting is no part of the rate.
             seconds = time.monotonic() - started
             settle(client)
@@ -206,7 +200,6 @@ def _parser() -> argparse.ArgumentParser:
     text = "the API key of the server, or its admin key if it has one"
     add("--api-key", metavar="KEY", help=text)
     add("--json", action="store_true", help="print nothing but the JSON line")
-    add_removed_flags(parser, ["--plan"])
     return parser
 
 

@@ -13,7 +13,6 @@ import logging
 import os
 import re
 import warnings
-from collections.abc import Mapping
 
 from sglang_chunkcache.config import ChunkCacheConfig
 
@@ -80,12 +79,20 @@ def hide(config: ChunkCacheConfig | None) -> None:
     Nothing happens for `all`, or without a configuration."""
     if config is None or config.log == "all":
         return
+    import torch
+
     for message in WARNINGS:
         warnings.filterwarnings("ignore", message=message)
-    for group in (PROGRESS, OF_NO_GPU, OF_OTHER_MODELS):
-        for name in group:
-            # a filter stays when SGLang sets up logging
-            logging.getLogger(name).addFilter(_is_shown)
+    of_device = {} if torch.cuda.is_available() else OF_NO_GPU
+    listed = {logging.INFO: PROGRESS, logging.WARNING: OF_OTHER_MODELS | of_device}
+
+    def is_shown(record: logging.LogRecord) -> bool:
+        beginnings = listed.get(record.levelno, {}).get(record.name)
+        return beginnings is None or re.match(beginnings, record.getMessage()) is None
+
+    for name in {*PROGRESS, *OF_OTHER_MODELS, *OF_NO_GPU}:
+        # a filter stays when SGLang sets up logging
+        logging.getLogger(name).addFilter(is_shown)
     logging.getLogger("uvicorn.access").addFilter(lambda _: not _is_starting)
     atexit.register(_mute_interpreters_end)
 
@@ -94,26 +101,6 @@ def started() -> None:
     """The server answers: from now on every request has its line."""
     global _is_starting
     _is_starting = False
-
-
-# Private, in order of use
-
-
-def _is_shown(record: logging.LogRecord) -> bool:
-    def is_listed(group: Mapping[str, str]) -> bool:
-        listed = group.get(record.name)
-        return listed is not None and re.match(listed, record.getMessage()) is not None
-
-    if record.levelno <= logging.INFO:
-        return not is_listed(PROGRESS)
-    is_hidden = is_listed(OF_OTHER_MODELS) or (is_listed(OF_NO_GPU) and not _has_gpu())
-    return record.levelno > logging.WARNING or not is_hidden
-
-
-def _has_gpu() -> bool:
-    import torch
-
-    return bool(torch.cuda.is_available())
 
 
 def _mute_interpreters_end() -> None:

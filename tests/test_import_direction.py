@@ -140,7 +140,6 @@ def test_eval_uses_public_names_only() -> None:
         "preprocess.",  # what the command does
         *("fusion.move.", "fusion.moving."),  # what eval/unrotated.py changes
         *("config.MAX_", "config.help_texts"),  # limits that are no settings, what settings are
-        "removed.",  # flags that are refused
         "chunk_files.",  # questions with answers
         *("fusion.selectors.", "wire.report.Fallback"),  # the interface of selectors
         *("attention.", "fusion.relocate", "storage.codec."),  # are measured

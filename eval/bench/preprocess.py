@@ -39,7 +39,6 @@ from eval.run import Sample
 from eval.serve import arms as serve_arms
 from eval.server import Server
 from eval.stats import quantile
-from sglang_chunkcache.removed import add_removed_flags
 
 PASSES = {"alone": "alone_s", "behind_neighbors": "behind_s"}
 """Of the command -> seconds a chunk."""
@@ -223,7 +222,6 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--logs", type=Path, default=Path("logs"))
     add_out_option(parser)
     add("server_flags", nargs="*", metavar="-- FLAGS", help="more flags for the server")
-    add_removed_flags(parser, ["--planned"])
     args = parser.parse_args(argv)
     if args.chunks <= args.neighbors:
         parser.error("--chunks: must be more than --neighbors")

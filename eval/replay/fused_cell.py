@@ -16,7 +16,6 @@ from eval.replay.trace import TraceFacts, TraceRequest
 from eval.replay.verdict import capacity_name
 from sglang_chunkcache import ChunkCacheConfig
 from sglang_chunkcache.config import help_texts
-from sglang_chunkcache.removed import add_removed_flags
 
 KNOBS = (
     "selector",
@@ -80,7 +79,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
             text = f"{help_texts()[field.name][0]}; default: %(default)s"
             name = f"--{field.name.replace('_', '-')}"
             group.add_argument(name, type=kind, default=field.default, choices=choices, help=text)
-    add_removed_flags(parser, ["--scoring"])
     for name, default, text in NUMBERS:
         group.add_argument(
             f"--{name}", type=type(default), default=default, help=f"{text}; default: %(default)s"

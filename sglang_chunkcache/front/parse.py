@@ -17,7 +17,6 @@ from starlette.requests import ClientDisconnect
 
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import BodyTooLargeError, RequestError
-from sglang_chunkcache.removed import refusal
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -76,9 +75,7 @@ def parse(model: type[Model], body: dict[str, Any]) -> Model:
         for item in error.errors():
             place, branch = _place(item, body)
             words = item["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-            # a field or value of an earlier version: what became of it helps more than a type
-            reason = refusal(place) or refusal(place, item["input"])
-            reasons.setdefault(place, {})[reason or REASONS.get(item["type"], words)] = None
+            reasons.setdefault(place, {})[REASONS.get(item["type"], words)] = None
             branches.setdefault(place, set()).add(branch)
         # What only some branches of a union refuse is right in another one.
         widest = max(map(len, branches.values()))
@@ -91,15 +88,13 @@ def parse(model: type[Model], body: dict[str, Any]) -> Model:
 
 
 def refuse_misspelt(body: Iterable[str], ours: Iterable[str], theirs: Iterable[str]) -> None:
-    """Raise RequestError for a name that was ours, or that is neither `ours` nor `theirs` and looks
-    like one. Others pass."""
+    """Raise RequestError for a name that is neither `ours` nor `theirs` and looks like one of ours.
+    Others pass."""
     # `conversationId` and `re_use` differ from ours in other signs only
     by_letters = {_letters(name): name for name in ours}
     known = {*by_letters.values(), *theirs}
     others = (name for name in body if name not in known and len(name) <= MAX_NAME_CHARS)
     for name in islice(others, MAX_NAMES):
-        if was := refusal(name):
-            raise RequestError(f"{name}: {was}")
         if meant := get_close_matches(_letters(name), by_letters, n=1, cutoff=SIMILARITY):
             raise RequestError(f"{name}: is no field here; did you mean {by_letters[meant[0]]}?")
 

@@ -226,8 +226,6 @@ class SearchQueue:
                 if self._retriever.refresh():
                     generation = self._retriever.info()["generation"]
                     logger.info("retrieval: now serving generation %s", generation)
-                    if self._retriever.notice:
-                        logger.warning("retrieval: %s", self._retriever.notice)
                     self._failure = None
                 self._refusal = None
             except Exception as error:

@@ -57,8 +57,6 @@ def open_retriever(config: ChunkCacheConfig) -> Retriever:
     except ModuleNotFoundError as error:  # FAISS at once, others only where the index needs them
         missing = f"needs the extra 'retrieval': {error.name} is not installed"
         raise RetrievalError(missing) from None
-    if retriever.notice:
-        logger.warning("retrieval: %s", retriever.notice)
     return retriever
 
 

@@ -59,6 +59,3 @@ def test_block_of_too_few_chunks_is_refused(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         _parse(["--chunks", "10"])
     assert "--chunks: must be more than --neighbors" in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        _parse(["--planned", "100", "20"])
-    assert "--planned was removed" in capsys.readouterr().err

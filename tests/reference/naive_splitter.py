@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from retrieval.passage import Document, Passage
 from retrieval.sentences import find_borders
-from retrieval.tables import find_tables
 from retrieval.tokens import Tokens
 
 
@@ -19,16 +18,11 @@ class NaiveSplitter:
         """All passages of the document."""
         text = self.text = document.text
         self.spans = self.tokens.offsets(text)
-        self.tables = find_tables(text)
-        self.borders = find_borders(text, self.tables)
+        self.borders = find_borders(text)
         passages: list[Passage] = []
         start = fresh = self.skip_space(0)
         while fresh < len(text):
-            header = self.header_above(start)
-            end = self.end_of_passage(start, fresh, header)
-            if end is None and header and start == fresh:
-                header = ""
-                end = self.end_of_passage(start, fresh, header)
+            end = self.end_of_passage(start, fresh)
             if end is None:
                 assert start < fresh, "a character with more than max_tokens tokens"
                 start = fresh
@@ -38,10 +32,10 @@ class NaiveSplitter:
                     id=f"{document.id}#{start}",
                     document_id=document.id,
                     title=document.title,
-                    text=header + text[start:end],
+                    text=text[start:end],
                     start=sum(span_end <= start for _, span_end in self.spans),
                     end=sum(span_start < end for span_start, _ in self.spans),
-                    num_tokens=len(self.tokens.offsets(header + text[start:end])),
+                    num_tokens=len(self.tokens.offsets(text[start:end])),
                 )
             )
             fresh = self.skip_space(end)
@@ -52,17 +46,11 @@ class NaiveSplitter:
         """Tokens of the whole text that touch `[start, end)`."""
         return sum(span_end > start and span_start < end for span_start, span_end in self.spans)
 
-    def header_above(self, start: int) -> str:
-        """The header of the table in whose rows a passage begins,
-        unless it takes more than half of one."""
-        headers = [table.header for table in self.tables if table.body <= start < table.end]
-        return "".join(h for h in headers if 2 * len(self.tokens.offsets(h)) <= self.max_tokens)
-
-    def end_of_passage(self, start: int, fresh: int, header: str) -> int | None:
+    def end_of_passage(self, start: int, fresh: int) -> int | None:
         """The best end; with fewer tokens while the text alone proves too long."""
-        self.room = limit = self.max_tokens - len(self.tokens.offsets(header))
+        limit = self.max_tokens
         while (end := self.best_end(start, fresh, limit)) is not None:
-            excess = len(self.tokens.offsets(header + self.text[start:end])) - self.max_tokens
+            excess = len(self.tokens.offsets(self.text[start:end])) - self.max_tokens
             if excess <= 0:
                 return end
             if end == fresh + 1:
@@ -103,14 +91,13 @@ class NaiveSplitter:
         sentences = [place for place in within if self.begins_sentence(place)]
         space = [char.isspace() for char in self.text]
         words = [place for place in within if space[place - 1] and not space[place]]
-        is_row = any(table.start <= fresh < table.end for table in self.tables)
-        if sentences or is_row or self.begins_sentence(fresh):
+        if sentences or self.begins_sentence(fresh):
             return [*sentences, fresh][0]
         return [*words, fresh][0]
 
     def half_full(self, start: int, end: int) -> bool:
-        """Whether `[start, end)` has half the tokens for which there is room."""
-        return 2 * self.num_tokens(start, end) >= self.room
+        """Whether `[start, end)` has half the tokens allowed."""
+        return 2 * self.num_tokens(start, end) >= self.max_tokens
 
     def begins_sentence(self, place: int) -> bool:
         """Whether a border lies right before."""

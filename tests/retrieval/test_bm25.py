@@ -19,7 +19,6 @@ from hypothesis import strategies as st
 
 from retrieval.bm25 import Bm25Index, link_copy
 from retrieval.errors import CorruptIndexError, RetrievalError
-from retrieval.manifest import ANALYZER
 from tests.examples import examples
 from tests.reference.naive_bm25 import bm25_scores, words
 from tests.retrieval.small_index import delete
@@ -37,7 +36,7 @@ MIXED = ["退", "货", "政策", "お茶", "カー", "\u3042\u3099", "한국", "
 MIXED += ["น้ำ", "ที่", "ไม่", "ខ្មែរ", "မြန်", "ລາວ"]
 MIXED += ["ab", "3", "É", " ", "。", "・", ", ", "၊", "។", "\u200b"]
 
-open_english = partial(Bm25Index.open, language="english", version=ANALYZER)
+open_english = partial(Bm25Index.open, language="english")
 
 
 def update(index: Bm25Index, rows: Iterable[tuple[int, str]], removed: Iterable[int] = ()) -> None:
@@ -45,13 +44,9 @@ def update(index: Bm25Index, rows: Iterable[tuple[int, str]], removed: Iterable[
 
 
 def create(
-    folder: Path,
-    rows: Iterable[tuple[int, str]] = (),
-    *,
-    language: str = "none",
-    version: int = ANALYZER,
+    folder: Path, rows: Iterable[tuple[int, str]] = (), *, language: str = "none"
 ) -> Bm25Index:
-    index = Bm25Index.create(folder, language=language, version=version)
+    index = Bm25Index.create(folder, language=language)
     update(index, rows)
     return index
 
@@ -111,17 +106,6 @@ def test_search_of_long_passages_equals_naive_bm25() -> None:
     """Far above 40 words, where the engine rounds their number."""
     lengths = (0, 10, 41, 43, 99, 103, 500, 5000)
     check_search(["x" + " y" * length for length in lengths], "x", len(lengths))
-
-
-def test_older_analyzer_cuts_as_it_did(tmp_path: Path) -> None:
-    """A Chinese sentence was one word; neither version's index is opened as the other's."""
-    for version, found in [(1, []), (2, [0])]:
-        folder = tmp_path / str(version)
-        create(folder, [(0, "退货政策很简单")], version=version)
-        index = Bm25Index.open(folder, language="none", version=version)
-        assert (rows_of(index, "退货"), rows_of(index, "退货政策很简单")) == (found, [0])
-        with pytest.raises(CorruptIndexError, match=f"by analyzer {3 - version}"):
-            Bm25Index.open(folder, language="none", version=3 - version)
 
 
 def test_equal_scores_stand_by_row(tmp_path: Path) -> None:
@@ -201,12 +185,11 @@ def test_killed_writer_leaves_the_last_commit_writable(folder: Path) -> None:
         import os, sys
         from pathlib import Path
         from retrieval.bm25 import Bm25Index
-        from retrieval.manifest import ANALYZER
         def rows():
             for row in range(1000, 3000):
                 yield row, "whales"
             os.kill(os.getpid(), 9)
-        index = Bm25Index.open(Path(sys.argv[1]), language="english", version=ANALYZER)
+        index = Bm25Index.open(Path(sys.argv[1]), language="english")
         index.update(rows(), [0])
     """
     child = subprocess.run([sys.executable, "-c", code, str(folder)], check=False)
@@ -315,10 +298,10 @@ def test_read_only_folder_can_be_searched(folder: Path, monkeypatch: pytest.Monk
 def test_wrong_language_is_refused(folder: Path) -> None:
     """Queries stemmed otherwise would silently miss; `en` is the likely mistake."""
     with pytest.raises(CorruptIndexError, match="'german'"):
-        Bm25Index.open(folder, language="german", version=ANALYZER)
+        Bm25Index.open(folder, language="german")
     for make in (Bm25Index.open, Bm25Index.create):
         with pytest.raises(RetrievalError, match="language: en; give a language's English name"):
-            make(folder, language="en", version=ANALYZER)
+            make(folder, language="en")
 
 
 def test_numbers_at_their_limits(folder: Path) -> None:

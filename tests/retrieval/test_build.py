@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import random
-import shutil
 import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,6 @@ from unittest.mock import patch
 import pytest
 
 from retrieval import build as build_module
-from retrieval.bm25 import Bm25Index
 from retrieval.build import BuildReport, Pruning, find_gone
 from retrieval.errors import CorruptIndexError, RetrievalError
 from retrieval.hashed_encoder import STATE_FILE
@@ -29,9 +26,6 @@ from retrieval.manifest import (
     MANIFEST,
     PASSAGES,
     VECTORS,
-    _digest,
-    entry_of,
-    read_manifest,
     writer_lock,
 )
 from retrieval.passage import Document
@@ -167,54 +161,10 @@ def test_words_that_were_damaged_get_no_new_checksum(tmp_path: Path) -> None:
         Index.open(tmp_path, verify=True)
 
 
-def make_older(folder: Path) -> None:
-    """As the version before made it: format 1 and the first analyzer."""
-    manifest = read_manifest(folder)
-    assert manifest.bm25 is not None
-    place, index = folder / manifest.bm25, Index.open(folder, verify=True)
-    passages = index.store.iterate(0, index.num_rows)
-    rows = [(row, passage.content) for row, passage in passages if row not in index.removed]
-    index.store.close()
-    shutil.rmtree(place)
-    Bm25Index.create(place, language="none", version=1).update(rows, [])
-    others = {name: entry for name, entry in manifest.files.items() if manifest.bm25 not in name}
-    paths = [path for path in place.iterdir() if path.suffix != ".lock"]
-    words = {f"{place.name}/{path.name}": entry_of(path) for path in paths}
-    fields = asdict(replace(manifest, files={**others, **words}))
-    del fields["analyzer"]
-    (folder / MANIFEST).write_text(json.dumps({"format": 1, "xxh3": _digest(fields), **fields}))
-
-
-def test_index_of_an_older_analyzer_is_searched_with_it_until_the_next_build(
-    tmp_path: Path,
-) -> None:
-    """That indexes the texts anew, and encodes none again."""
-    documents = make_documents(["退货政策很简单", "plain words", "gone", "退货"])
+def test_documents_of_unknown_files_are_pruned_with_care(tmp_path: Path) -> None:
+    """They stay while anything is unreadable."""
+    documents = [Document(name, "", f"text {name}") for name in "abc"]
     build(tmp_path, documents)
-    remove(tmp_path, "d2")
-    make_older(tmp_path)
-    retriever = make_retriever(tmp_path)
-
-    def found() -> list[list[str]]:
-        return [found_ids(retriever, query, mode="bm25") for query in ("退货", "words gone")]
-
-    assert found() == [["d3"], ["d1"]]
-    assert "run `python -m retrieval build` again" in (retriever.notice or "")
-    encoder = CountingEncoder()
-    report = build(tmp_path, [documents[0]], encoder=encoder)
-    assert (report.unchanged, report.encoded, report.generation, encoder.num_texts) == (1, 0, 3, 1)
-    assert retriever.refresh()
-    assert (found(), retriever.notice) == ([["d3", "d0"], ["d1"]], None)
-    assert build(tmp_path, [documents[0]]).generation == 3
-
-
-def test_documents_of_an_older_store_are_pruned_with_care(tmp_path: Path) -> None:
-    """Their files are not known: they stay while anything is unreadable."""
-    documents = [Document(name, "", f"text {name}", file=f"{name}.jsonl") for name in "abc"]
-    build(tmp_path, documents)
-    with sqlite3.connect(tmp_path / PASSAGES) as db:
-        db.execute("ALTER TABLE documents DROP COLUMN file")
-    db.close()
     for left, unread, num_pruned in [(2, {"other.txt"}, 0), (1, {"b.jsonl"}, 0), (2, None, 1)]:
         pruning = Pruning(unread or (), even_most=False)
         assert build(tmp_path, documents[:left], pruning=pruning).pruned == num_pruned

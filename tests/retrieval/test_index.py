@@ -17,6 +17,7 @@ from retrieval.errors import CorruptIndexError
 from retrieval.index import Index
 from retrieval.manifest import (
     ANALYZER,
+    FORMAT,
     MANIFEST,
     PASSAGES,
     VECTORS,
@@ -144,15 +145,16 @@ def test_json_that_is_none(
             work(folder)
 
 
-def test_index_of_a_later_version_is_refused(folder: Path) -> None:
+def test_index_of_another_version_is_refused(folder: Path) -> None:
     """Its words cannot be looked up."""
     manifest = read_manifest(folder)
-    newer = json.dumps({**json.loads(manifest.to_json()), "format": 3})
-    other = replace(manifest, analyzer=ANALYZER + 1).to_json()
-    for text, message in [(newer, "format 2"), (other, f"this release has {ANALYZER}")]:
-        (folder / MANIFEST).write_text(text)
-        with pytest.raises(CorruptIndexError, match=rf"manifest\.json: .*{message}"):
-            Index.open(folder, verify=False)
+    for step in (-1, 1):
+        format_ = json.dumps({**json.loads(manifest.to_json()), "format": FORMAT + step})
+        words = replace(manifest, analyzer=ANALYZER + step).to_json()
+        for text, message in [(format_, "format 2"), (words, f"this release has {ANALYZER}")]:
+            (folder / MANIFEST).write_text(text)
+            with pytest.raises(CorruptIndexError, match=rf"manifest\.json: .*{message}"):
+                Index.open(folder, verify=False)
 
 
 def test_no_index(tmp_path: Path) -> None:

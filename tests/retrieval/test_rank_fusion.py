@@ -12,18 +12,6 @@ RANKINGS = st.lists(st.lists(st.integers(0, 12), unique=True, max_size=8), max_s
 CONSTANTS = st.integers(0, 100)
 
 
-def test_rank_fusion_counts_a_repeated_id_at_its_first_place() -> None:
-    """A ranking with a duplicate must not let it vote twice, nor push the others down."""
-    assert reciprocal_rank_fusion([[1, 1, 2]], k=5, constant=0) == [(1, 1.0), (2, 0.5)]
-
-
-@pytest.mark.parametrize(("k", "constant"), [(-1, 60), (5, -1)])
-def test_rank_fusion_refuses_negative_numbers(k: int, constant: int) -> None:
-    """constant = -1 would divide by zero at the first place."""
-    with pytest.raises(ValueError, match="must not be negative"):
-        reciprocal_rank_fusion([[1]], k=k, constant=constant)
-
-
 @given(RANKINGS, st.integers(0, 20), CONSTANTS)
 def test_rank_fusion_equals_the_definition(
     rankings: list[list[int]], k: int, constant: int

@@ -9,7 +9,7 @@ from unicodedata import category
 import pytest
 
 from retrieval import scripts
-from retrieval.scripts import is_unspaced, paired
+from retrieval.scripts import paired
 
 tantivy = pytest.importorskip("tantivy")
 
@@ -45,10 +45,3 @@ def test_the_tokenizer_keeps_every_pair_whole() -> None:
     assert others == {char for char in members if ord(char) in scripts._FOLDED}
     for char in others:
         assert scripts._FOLDED[ord(char)] == ("" if category(char)[0] == "M" else " ")
-
-
-def test_is_unspaced() -> None:
-    for text in ("退货政策，很简单。", "ที่นี่ ไม่มี"):
-        assert is_unspaced(text)
-    for text in ("Python用", "한국어는 쉽다", "plain", "Größe"):
-        assert not is_unspaced(text)

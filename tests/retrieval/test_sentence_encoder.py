@@ -134,7 +134,7 @@ def test_published_prefix_reaches_an_encoder_by_its_folder(tmp_path: Path) -> No
 
 def test_long_text_is_cut_at_max_tokens(model_dir: Path) -> None:
     encoder = make_encoder(model_dir)
-    assert encoder.max_tokens == MAX_TOKENS
+    assert encoder.spec()["max_tokens"] == MAX_TOKENS
     text = "the storm " * MAX_TOKENS
     short, long = encoder.encode_passages([text, text + "lighthouse"])
     check_near(long, short)

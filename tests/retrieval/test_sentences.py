@@ -8,13 +8,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from retrieval.sentences import find_borders
-from retrieval.tables import find_tables
 
 
 def cut(text: str) -> list[str]:
     """The text at its borders, `¶` before what begins a paragraph."""
     parts, start, paragraph = [], len(text) - len(text.lstrip()), False
-    for border in find_borders(text, find_tables(text)):
+    for border in find_borders(text):
         parts.append("¶" * paragraph + text[start : border.end])
         start, paragraph = border.start, border.paragraph
     return parts
@@ -51,15 +50,6 @@ def test_sentences_and_paragraphs(marked: str) -> None:
     assert cut(marked.replace("|", "").replace("¶", "")) == expected
 
 
-def test_tables_are_no_sentences() -> None:
-    """One piece up to a line that is no row."""
-    table, head = "| a. B | c |\n|---|---|\n| d. E | f! G |", "# Head\na | b\n-|-\nc | d"
-    assert cut(f"Below. Here:\n{table}\n|# h | i. |\nText.") == [
-        *["Below.", "Here:", table, "|# h | i. |", "Text."]
-    ]
-    assert cut(f"{head}\n\ne | f") == [head, "¶e | f"]
-
-
 PIECES = ["A", "b", ". ", "!", "\n", "\n\n", " ", "# ", "- ", "1. ", "。", "”", "Dr"]
 
 
@@ -67,7 +57,7 @@ PIECES = ["A", "b", ". ", "!", "\n", "\n\n", " ", "# ", "- ", "1. ", "。", "”
 def test_borders_ascend_and_enclose_whitespace_only(pieces: list[str]) -> None:
     """Nothing between two sentences is lost, and none is empty."""
     text = "".join(pieces)
-    borders = find_borders(text, find_tables(text))
+    borders = find_borders(text)
     assert (borders[-1].end, borders[-1].start) == (len(text.rstrip()), len(text))
     begin = len(text) - len(text.lstrip())
     for border in borders:

@@ -15,7 +15,6 @@ from retrieval import splitter as splitter_module
 from retrieval.errors import RetrievalError
 from retrieval.passage import Document, Passage
 from retrieval.splitter import MIN_TOKENS, Splitter
-from retrieval.tables import find_tables
 from retrieval.tokens import Tokens, load_tokens
 from tests.examples import examples
 from tests.reference.naive_splitter import NaiveSplitter
@@ -28,13 +27,6 @@ SCRIPTS = ["中文字符。", "「引用。」", "ひらが", "한국어", "é",
 SCRIPTS += ["👩\u200d👩\u200d👧", "🇩🇪"]
 PIECES = [*WORDS, " superlongword", *MARKS, *MARKUP, *SCRIPTS, "ﬁ", "\u200b", "Ω", "הטקסט"]
 CHARACTERS = st.characters(exclude_categories=["Cs"])
-HEADS = ["| H | I |\n", "  H | I\n", "| many " + "words " * 9 + "| I |\n"]
-ROWS = ["| a | b |\n", "| c. D | e |\n", "x | y\n", "| long " + "row " * 9 + "| z |\n"]
-ROWS += ["| 中文。字 | ok! No |\n"]
-TABLE_PIECES = [f"\n{head}|---|---|\n{row}" for head in HEADS for row in ROWS]
-TABLE_PIECES += [*ROWS, "One two. Three", "\n\n", "\n", "# Head\n", "- item\n", "|---|---|\n", "|"]
-TABLE_PIECES += [" four five six."]
-TABLE_TEXTS = st.lists(st.sampled_from(TABLE_PIECES), max_size=25).map("".join)
 TEXTS = st.one_of(
     st.lists(st.sampled_from(PIECES), min_size=30, max_size=90).map("".join),
     st.lists(st.sampled_from(PIECES), max_size=10).map("".join),
@@ -84,46 +76,26 @@ def offset(passage: Passage) -> int:
     return int(passage.id.removeprefix("d#"))
 
 
-def without_header(passage: Passage, text: str) -> str:
-    """The passage's own text, below the header that it repeats from further up, if it does."""
-    first = offset(passage)
-    if text.startswith(passage.text, first):  # another table's header, which it begins with
-        return passage.text
-    for table in find_tables(text):
-        if table.body <= first < table.end and passage.text.startswith(table.header):
-            return passage.text.removeprefix(table.header)
-    return passage.text
-
-
 def check(
     tokens: Tokens, text: str, passages: Sequence[Passage], max_tokens: int, overlap_tokens: int
 ) -> None:
     covered = [0] * len(text)
     for passage in passages:
-        first, own = offset(passage), without_header(passage, text)
-        assert text[first : first + len(own)] == own == own.strip() != ""
+        first = offset(passage)
+        assert text[first : first + len(passage.text)] == passage.text == passage.text.strip() != ""
         assert len(tokens.offsets(passage.text)) == passage.num_tokens <= max_tokens
         assert 0 <= passage.start <= passage.end
-        for place in range(first, first + len(own)):
+        for place in range(first, first + len(passage.text)):
             covered[place] += 1
     assert all(count > 0 or char.isspace() for count, char in zip(covered, text, strict=True))
     if overlap_tokens == 0:
         assert all(count <= 1 for count in covered)
     for one, other in pairwise(passages):
         assert offset(one) < offset(other), "a start is used twice, or out of order"
-        ends = [offset(each) + len(without_header(each, text)) for each in (one, other)]
+        ends = [offset(each) + len(each.text) for each in (one, other)]
         assert ends[0] < ends[1], "a passage within another"
         if offset(other) < ends[0]:
             assert one.end - other.start <= overlap_tokens
-
-
-def check_split(tokens: Tokens, text: str, max_tokens: int, overlap: float) -> list[Passage]:
-    """Every promise, and fast equals slow."""
-    limits = {"max_tokens": max_tokens, "overlap_tokens": int(overlap * max_tokens)}
-    passages = split(tokens, text, **limits)
-    check(tokens, text, passages, **limits)
-    assert passages == NaiveSplitter(tokens, **limits).split(Document("d", "", text))
-    return passages
 
 
 @given(text=TEXTS, max_tokens=st.integers(MIN_TOKENS, 50), overlap=st.floats(0, 0.49))
@@ -132,27 +104,10 @@ def test_split_keeps_every_promise_and_equals_the_naive_splitter(
     tokens: Tokens, text: str, max_tokens: int, overlap: float
 ) -> None:
     """Nothing lost, nothing too long, at most so much repeated."""
-    check_split(tokens, text, max_tokens, overlap)
-
-
-@given(text=TABLE_TEXTS, max_tokens=st.integers(MIN_TOKENS, 60), overlap=st.floats(0, 0.49))
-@settings(max_examples=examples(60))
-def test_split_of_tables_keeps_every_promise_and_repeats_headers(
-    tokens: Tokens, text: str, max_tokens: int, overlap: float
-) -> None:
-    """As above; and what begins in a row begins with its line, below the header."""
-    end = 0
-    for passage in check_split(tokens, text, max_tokens, overlap):
-        own, first = without_header(passage, text), offset(passage)
-        for table in find_tables(text):
-            if table.body <= first < table.end:
-                fits = 2 * len(tokens.offsets(table.header)) <= max_tokens
-                # A table may take a passage for its header and not even one character below.
-                assert (own != passage.text) == fits or len(own) == 1
-                if first < end:
-                    before = text[text.rfind("\n", 0, first) + 1 : first]
-                    assert before.strip() == "", "the overlap begins within a row"
-        end = first + len(own)
+    limits = {"max_tokens": max_tokens, "overlap_tokens": int(overlap * max_tokens)}
+    passages = split(tokens, text, **limits)
+    check(tokens, text, passages, **limits)
+    assert passages == NaiveSplitter(tokens, **limits).split(Document("d", "", text))
 
 
 @given(text=TEXTS)
@@ -178,24 +133,14 @@ def test_split_over_several_blocks_loses_nothing(tokens: Tokens, text: str) -> N
         ("a b c d e\nf g h i j\nk l m n o", (12,), ["a b c d e\nf g h i j", "k l m n o"]),
         ("a b c d e f g h i j k l", (8, 3), ["a b c d e f g h", "f g h i j k l"]),
         ("-" * 20, (8,), ["-" * 8, "-" * 8, "-" * 4]),
-        ("|a|\n|-|\n| b b |\n| c c |", (12,), ["|a|\n|-|\n| b b |", "|a|\n|-|\n| c c |"]),
         (" \n\t\u3000 ", (8,), []),
     ],
 )
 def test_split_cuts_where_a_reader_would(
     text: str, limits: tuple[int, ...], expected: list[str]
 ) -> None:
-    """Sentences, else lines, else words; headings and table rows keep company."""
+    """Sentences, else lines, else words; headings keep company."""
     assert words(text, *limits) == expected
-
-
-def test_split_carries_a_header_over_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(splitter_module, "BLOCK_CHARS", 100)
-    text = "| h |\n|---|\n" + "".join(f"| r{row} |\n" for row in range(60)) + "\n| end |\n"
-    passages = words(text, 40)
-    assert all(passage.startswith("| h |\n|---|\n") for passage in passages[:-1])
-    assert passages[-1] == "| end |"
-    assert "".join(passages).count("| r") == 60
 
 
 @pytest.mark.parametrize(
@@ -220,7 +165,7 @@ def test_split_refuses_a_character_that_no_passage_holds() -> None:
 UNITS = ["word ", "Short one. ", ".", "\n", "x", "a\n\n", "# h\n", "- i\n", "é", '."', ". ", "中。"]
 
 
-@pytest.mark.parametrize("unit", [*UNITS, "| a |\n|-|\n| b |\n", "|-|\n", "| "])
+@pytest.mark.parametrize("unit", UNITS)
 def test_split_takes_linear_time(unit: str) -> None:
     """Eight times the text takes eight times as long; by a quadratic rule, 64."""
 

@@ -76,7 +76,7 @@ def test_a_server_without_a_gate(server: FakeServer, capsys: Capture, gates: lis
         (["--device", "cpu"], "give --model-path, or --url"),
         (["--calibrate-selection", "file", "--model-path", "m"], "calibration needs one"),
         (["--url", "u", "--model-path", "m"], "not for a running server: --model-path m"),
-        (["--url", "u", "--f1", "0.9"], "--f1 was removed: `python -m eval alpha`"),
+        (["--url", "u", "--f1", "0.9"], "not for a running server: --f1 0.9"),
     ],
 )
 def test_wrong_flags(capsys: Capture, flags: list[str], message: str) -> None:
@@ -89,7 +89,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capsys: Capture) -> None:
     """A server that is not there, and a bad file."""
     (tmp_path / "bad").write_text("nonsense")
     asked = ["--calibrate-selection", str(tmp_path / "bad")]
-    for flags, message in (([], "127.0.0.1"), (asked, "bad:1: not JSON")):
+    for flags, message in (([], "127.0.0.1"), (asked, "bad:1: JSON is malformed")):
         assert main(["--url", "http://127.0.0.1:9", *flags]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line

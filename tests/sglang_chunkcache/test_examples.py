@@ -31,26 +31,25 @@ def test_examples_are_read(tmp_path: Path) -> None:
     ("content", "message"),
     [
         (None, "No such file"),
-        (b"\xff\xfe", "utf-8"),
+        (b"\xff\xfe", "1: JSON is malformed"),
         (b"", "no examples"),
         *(
             (text, message)
             for text, message in (
-                (b"not json", "1: not JSON"),
-                (b"[" * 100_000, "1: not JSON"),
-                (b'["q"]', "1: must be a JSON object"),
-                (b"7", "1: must be a JSON object"),
+                (b"not json", "1: JSON is malformed"),
+                (b'{"x":' + b"[" * 100_000, "1: maximum recursion depth exceeded"),
+                (b'["q"]', "1: Expected `object`, got `array`"),
+                (b"7", "1: Expected `object`, got `int`"),
             )
         ),
-        (b'\n{"question": "q", "chunks": ["a"]}', "2: needs question, chunks and answers"),
-        ({"chunks": 7}, "1: chunks and answers must be lists"),
-        *(
-            ({"chunks": each}, "1: question, chunks and answers must be")
-            for each in ([], [""], [1])
-        ),
-        *(({name: empty}, "1: question") for name, empty in (("question", ""), ("answers", []))),
-        *(({"chunks": each}, "1: chunks and answers must be lists") for each in ("text", {"a": 1})),
-        ({"answers": "text"}, "1: chunks and answers must be lists"),
+        (b'\n{"question": "q", "chunks": ["a"]}', "2: Object missing required field `answers`"),
+        *(({"chunks": each}, "1: Expected `array`, got") for each in (7, "text", {"a": 1})),
+        ({"chunks": []}, "1: Expected `array` of length >= 1 - at `$.chunks`"),
+        ({"chunks": [""]}, "1: Expected `str` of length >= 1 - at `$.chunks[0]`"),
+        ({"chunks": [1]}, "1: Expected `str`, got `int` - at `$.chunks[0]`"),
+        ({"question": ""}, "1: Expected `str` of length >= 1 - at `$.question`"),
+        ({"answers": []}, "1: Expected `array` of length >= 1 - at `$.answers`"),
+        ({"answers": "text"}, "1: Expected `array`, got `str` - at `$.answers`"),
     ],
 )
 def test_bad_files_are_named_with_the_line(

@@ -170,7 +170,7 @@ SPARSE = [*BUNDLED, "--recompute-attention", "sparse"]
         (SPARSE, "--recompute-attention sparse needs --reuse fused"),
         ([*STORED, "file"], "are both set"),
         ([*BUNDLED, "--chunkcache-selectors", "no.module"], "--chunkcache-selectors no.module: "),
-        ([*BUNDLED, *FUSED, "--chunkcache-selector", "h2o"], "--chunkcache-selector h2o was rem"),
+        ([*BUNDLED, *FUSED, "--chunkcache-selector", "h2o"], "--chunkcache-selector must be one"),
     ],
 )
 def test_main_mistake_exits_with_2(

@@ -13,11 +13,12 @@ import pytest
 
 PROGRAM = """
 import logging, sys, warnings
+import torch
 from sglang_chunkcache import quiet
 from sglang_chunkcache.config import ChunkCacheConfig
 
+torch.cuda.is_available = lambda: sys.argv[2] == "gpu"
 quiet.hide(ChunkCacheConfig(log=sys.argv[1]))
-quiet._has_gpu = lambda: sys.argv[2] == "gpu"
 logging.basicConfig(level=logging.INFO, format="%(message)s", force=True)  # as SGLang does, later
 registry = logging.getLogger("sglang.srt.models.registry")
 beginning = "Ignore import error when loading sglang.srt.models."

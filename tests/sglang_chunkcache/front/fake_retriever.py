@@ -30,7 +30,6 @@ class FakeRetriever:
         self.num_refreshes = 0
         self.tokenizer = "words"
         self.damage: str | None = None
-        self.notice: str | None = None
 
     def search(self, queries: Sequence[str], *, k: int, mode: str, nprobe: int) -> Any:
         self.batches.append((list(queries), k, mode, nprobe))
