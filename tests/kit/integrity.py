@@ -147,12 +147,17 @@ def _of_node(node: ChainNode, parent: ChainNode) -> Iterator[str]:
             )
 
 
+def newest_first(tree: ChunkPrefixTree) -> list[ChainNode]:
+    """In the order of use."""
+    return [*tree._lru.oldest_first()][::-1]
+
+
 def num_plans(node: ChainNode, rank: int) -> int:
     return node.plans >> PLAN_BITS * rank & PLAN_MASK
 
 
 def _of_order(tree: ChunkPrefixTree, nodes: tuple[ChainNode, ...]) -> Iterator[str]:
-    listed = {node.chain for node in tree._lru.newest_first()}
+    listed = {node.chain for node in tree._lru.oldest_first()}
     if listed != {node.chain for node in nodes}:
         yield f"{len(nodes)} nodes are indexed but {len(listed)} are in the order of use"
 

@@ -14,12 +14,11 @@ from radix_ext import (
     ChunkId,
     ChunkPrefixTree,
     IntegrityError,
-    LimitError,
     Tier,
     snapshot,
 )
 from radix_ext.chain_node import ChainNode
-from tests.kit.integrity import check_tree
+from tests.kit.integrity import check_tree, newest_first
 from tests.reference.chains import chain_of
 
 
@@ -157,22 +156,6 @@ def test_integrity_compares_the_parts() -> None:
             check_tree(tree)
 
 
-def test_negative_rank_is_refused() -> None:
-    """It would shift bits the wrong way."""
-    tree = make_tree()
-    for call in (
-        lambda: tree.insert("", make_chunks("a"), rank=-1, tier=Tier.DEVICE, promoted_len=0),
-        lambda: tree.plan("", make_chunks("a"), rank=-1),
-        lambda: tree.evict(chain("a"), rank=-1),
-        lambda: tree.drop_rank(-1),
-    ):
-        with pytest.raises(LimitError, match="rank must be at least 0"):
-            call()
-    with pytest.raises(ValueError, match="negative"):
-        tree.match("", [], rank=-1)
-    assert len(tree.nodes) == 0
-
-
 @pytest.mark.parametrize(("num_chunks", "limit"), [(3000, 260), (10**9, 260 + 81 + 28)])
 def test_bytes_of_a_node(num_chunks: int, limit: int) -> None:
     """A node is 128 bytes, its chain id 32, its entry in the index 30 to 60: here the most, since
@@ -219,7 +202,7 @@ def test_chain_told_node_by_node_costs_by_its_length(monkeypatch: pytest.MonkeyP
         node = tree.extend(node.chain, [chunk], rank=0, tier=Tier.DEVICE, promoted_len=0)
     assert sum(walked) == 0
     check_tree(tree)
-    assert [each.chunk_id for each in tree._lru.newest_first()] == [chunk.id for chunk in chunks]
+    assert [each.chunk_id for each in newest_first(tree)] == [chunk.id for chunk in chunks]
 
 
 def test_use_makes_a_chain_the_newest_and_is_no_hit() -> None:
@@ -232,5 +215,5 @@ def test_use_makes_a_chain_the_newest_and_is_no_hit() -> None:
         tree.release(plan)
     tree.touch(node)
     check_tree(tree)
-    assert "".join(each.chunk_id for each in tree._lru.newest_first()) == "abxy"
+    assert "".join(each.chunk_id for each in newest_first(tree)) == "abxy"
     assert tree.num_hits == 0
