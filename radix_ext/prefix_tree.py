@@ -54,7 +54,7 @@ class ChunkPrefixTree:
         self.clock = 0  # number of the last request
         self.nodes, self.holdings, self._lru = ChunkTrie(), Holdings(), LruList()
         self.num_promoted = self.num_open_plans = 0
-        self.num_hits = self.num_trimmed = self.num_unknown_notices = 0  # since the tree was made
+        self.num_trimmed = self.num_unknown_notices = 0  # since the tree was made
 
     def match(
         self, namespace: str, ids: Iterable[ChunkId], *, rank: int | None = None
@@ -163,10 +163,8 @@ class ChunkPrefixTree:
     def count_hits(self, plan: Plan, num_chunks: int) -> None:
         """The request found its first `num_chunks` cached: they count a hit each."""
         # The path is whole: what is planned is not trimmed.
-        path = plan.node.path()[:num_chunks] if plan.node is not None else ()
-        for node in path:
+        for node in plan.node.path()[:num_chunks] if plan.node is not None else ():
             node.hits += 1
-        self.num_hits += len(path)
 
     def touch(self, node: ChainNode) -> None:
         """The node's KV was read for a prompt that has the chunk elsewhere: its chain is the most
@@ -218,7 +216,6 @@ class ChunkPrefixTree:
         for index, node in enumerate(path):
             if index < hit_len and node.tiers & mask:
                 node.hits += 1
-                self.num_hits += 1
             set_tier(node, rank, tier)
             # Taken back as well: the window may have forgotten what had promoted the node.
             self._mark(node, index < promoted_len)

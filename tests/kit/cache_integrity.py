@@ -14,16 +14,16 @@ from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.chunk_tree import chunk_len
 from sglang_chunkcache.scheduler.host_chains import HostChains
-from sglang_chunkcache.scheduler.host_nodes import HostNodes
 from sglang_chunkcache.scheduler.node import HostNode, facts
+from tests.kit.integrity import of_chains
 
 
 def check_integrity(cache: ChunkRadixCache) -> None:
     """Raise IntegrityError with every violated invariant."""
     host = cache.tiers.host
-    violations = [*_of_tree(cache), *_of_nodes(host.nodes), *_of_host(host), *_of_loads(host)]
+    violations = [*_of_tree(cache), *of_chains(host.nodes), *_of_host(host), *_of_loads(host)]
     if violations:
-        raise IntegrityError(violations)
+        raise IntegrityError("; ".join(violations))
 
 
 def nodes_of(cache: ChunkRadixCache) -> Iterator[TreeNode]:
@@ -38,32 +38,6 @@ def hosted_only(host: HostChains) -> list[HostNode]:
     """Nodes that the front knows and the device has not."""
     nodes = host.nodes._nodes.values()
     return [each for each in nodes if each.chain is not None and each.node is None]
-
-
-def _of_nodes(nodes: HostNodes) -> Iterator[str]:
-    """What radix_ext/exact_chains.py promises."""
-    index, book = nodes.index, nodes._slots
-    children = {(host.above, key) for key, host in nodes._nodes.items() if host.before is not None}
-    if {(above, key) for above, keys in nodes._below.items() for key in keys} != children:
-        yield "host nodes have other children than were booked"
-    for key, host in nodes._nodes.items():
-        if host.chain_key != key:
-            yield f"host node {key!r} has another chain key"
-        if host.chain is not None and not host.is_here:
-            yield f"host node {key!r} is known before it is here"
-        if (index.get(host.identity, host.head, host.prefix) is host) != host.is_here:
-            yield f"host node {key!r} is in the index although it is not here, or not"
-    blobs = {each.blob for each in index.held} | {host.blob for host in nodes._nodes.values()}
-    if not blobs <= book.out or any(blob.is_given_back for blob in blobs):
-        yield "slots on the host are read that were given back"
-    if not all(blob.is_held for blob in book.out if blob.is_given_back):
-        yield "slots on the host are kept for nobody"
-    num_held = sum(blob.num_tokens for blob in book.out if blob.is_held)
-    if num_held != book.num_held:
-        yield f"{num_held} slots on the host are held, {book.num_held} were counted"
-    num_booked = sum(blob.num_tokens for blob in book.out)
-    if num_booked != (num_out := nodes.pool.num_slots - nodes.pool.num_free):
-        yield f"{num_booked} slots on the host are booked, {num_out} are given out"
 
 
 def _of_tree(cache: ChunkRadixCache) -> list[str]:
