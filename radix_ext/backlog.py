@@ -39,7 +39,6 @@ class Backlog:
 
     @property
     def max_bytes(self) -> float:
-        """That may wait."""
         num_bytes = self.times.bytes_within(self.bounds.seconds)
         in_time = self.bounds.unknown_bytes if num_bytes is None else num_bytes
         return min(in_time, self.bounds.memory_bytes)

@@ -72,7 +72,6 @@ class Attention(ABC):
 
     @property
     def scored(self) -> Scored:
-        """How much of it there is."""
         return Scored.ALL
 
 
@@ -137,15 +136,6 @@ def order_penalty(prefix_old: Prefix, prefix_new: Prefix) -> float:
     return discordant / (len(ranks) * (len(ranks) - 1) / 2)
 
 
-def adjusted_overlap(
-    prefix_old: Prefix, inter: Sequence[float], prefix_new: Prefix, other: float = 0.0
-) -> float:
-    """beta' (eq. 8): beta * (1 - gamma). Raises as `prefix_overlap`."""
-    return prefix_overlap(prefix_old, inter, prefix_new, other) * (
-        1 - order_penalty(prefix_old, prefix_new)
-    )
-
-
 def inter_density(scores: Attention, *, other_head: bool = False) -> float:
     """a-bar (eq. 9, 10): sum over the prefix of inter / (num_tokens * prefix_len); layer means."""
     parts = [*zip(scores.inter, scores.prefix_lens, strict=True)]
@@ -169,11 +159,7 @@ def context_impact(scores: Attention, *, other_head: bool = False) -> float:
 
 
 def fix_overhead(
-    prefix_old: Prefix,
-    scores: Attention | None,
-    prefix_new: Prefix,
-    *,
-    other_head: bool = False,
+    prefix_old: Prefix, scores: Attention | None, prefix_new: Prefix, *, other_head: bool = False
 ) -> float:
     """CCI * (1 - beta'): the CFO at alpha 1, before it is clamped.
 
@@ -188,7 +174,9 @@ def fix_overhead(
     if prefix_old == prefix_new and not other_head:
         overlap = 1.0  # also where nothing precedes it and eq. 6 is 0 / 0
     else:
-        overlap = adjusted_overlap(prefix_old, inter, prefix_new, head if other_head else 0.0)
+        other = head if other_head else 0.0
+        overlap = prefix_overlap(prefix_old, inter, prefix_new, other)
+        overlap *= 1 - order_penalty(prefix_old, prefix_new)  # beta' (eq. 8)
     return impact * (1 - overlap)
 
 

@@ -2,8 +2,7 @@
 them.
 
 Front and scheduler processes compute both on their own and must agree, so no id depends on the
-process, on Python's hash seed or on the byte order. This module knows no texts, labels or
-positions.
+process or on Python's hash seed. This module knows no texts, labels or positions.
 """
 
 import sys
@@ -17,7 +16,7 @@ from typing import NamedTuple, NewType
 from radix_ext.errors import ChunkError, SpanError
 
 ChunkId = NewType("ChunkId", str)
-"""32 hex digits: blake2b-128 of the chunk's token ids, each as 4 little-endian bytes.
+"""32 hex digits: blake2b-128 of the chunk's token ids, each as 4 bytes.
 In the global tree also `fused_chunk`."""
 
 ChainId = NewType("ChainId", int)
@@ -63,9 +62,6 @@ def chunk_id(token_ids: Sequence[int]) -> ChunkId:
         )
     except (TypeError, OverflowError) as error:
         raise ChunkError(f"token ids must be 32-bit integers: {error}") from None
-    if sys.byteorder == "big":
-        ids = ids[:]  # swapping the caller's own array would change its ids
-        ids.byteswap()
     # Tree, spans and places name a chunk many times over; interned, they share one string.
     return ChunkId(sys.intern(blake2b(ids, digest_size=16).hexdigest()))
 

@@ -12,8 +12,6 @@ class ChunkTrie:
     def __init__(self) -> None:
         self._roots: dict[str, ChainNode] = {}
         self.by_chain: dict[ChainId, ChainNode] = {}  # only the trie changes it
-        self.num_collisions = 0
-        """Chunks without a node, since another path's node has their chain id."""
 
     def __len__(self) -> int:
         return len(self.by_chain)
@@ -28,7 +26,6 @@ class ChunkTrie:
         return tuple(self._roots.values())
 
     def find(self, chain: ChainId) -> ChainNode | None:
-        """The node at the end of a chain."""
         return self.by_chain.get(chain)
 
     def reach(self, namespace: str, chunks: Sequence[Chunk]) -> list[ChainNode]:
@@ -73,7 +70,6 @@ class ChunkTrie:
         chain = extend_chain(parent.chain, chunk.id)
         # Another path's node has the id: without its entry it could be neither found nor trimmed.
         if chain in self.by_chain:
-            self.num_collisions += 1
             return None
         node = self.by_chain[chain] = ChainNode(chain, chunk.id, chunk.num_tokens, parent)
         node.newer = node.older = node  # so that `LruList` unlinks a new node like any other

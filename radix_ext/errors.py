@@ -3,7 +3,7 @@
 A chain that a tree does not know is no error: mirrors lag, so such notices are ignored and counted.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 
 class CallerError(ValueError):
@@ -32,12 +32,7 @@ class MessageError(CallerError):
 
 
 class IntegrityError(RuntimeError):
-    """Our own bug: a data structure contradicts itself. `violations` has one line per
-    contradiction, with its numbers."""
-
-    def __init__(self, violations: Iterable[str]) -> None:
-        self.violations = tuple(violations)
-        super().__init__("; ".join(self.violations))
+    """Our own bug: a data structure contradicts itself. Says how, with its numbers."""
 
 
 def check_at_least(name: str, value: float, minimum: float) -> None:

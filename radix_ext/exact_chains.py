@@ -219,33 +219,6 @@ class ExactChains(Generic[Node, Blob]):
             host.node = host.chain = None  # who knew of it forgets all by itself
             self.drop(host)
 
-    def violations(self) -> Iterator[str]:
-        """Of the invariants, for tests and idle moments. Walks all nodes."""
-        children = {
-            (host.above, key) for key, host in self._nodes.items() if host.before is not None
-        }
-        if {(above, key) for above, keys in self._below.items() for key in keys} != children:
-            yield "host nodes have other children than were booked"
-        for key, host in self._nodes.items():
-            if host.chain_key != key:
-                yield f"host node {key!r} has another chain key"
-            if host.chain is not None and not host.is_here:
-                yield f"host node {key!r} is known before it is here"
-            if (self.index.get(host.identity, host.head, host.prefix) is host) != host.is_here:
-                yield f"host node {key!r} is in the index although it is not here, or not"
-        blobs = {each.blob for each in self.index.held}
-        blobs |= {host.blob for host in self._nodes.values()}
-        if not blobs <= self._slots.out or any(blob.is_given_back for blob in blobs):
-            yield "slots on the host are read that were given back"
-        if not all(blob.is_held for blob in self._slots.out if blob.is_given_back):
-            yield "slots on the host are kept for nobody"
-        num_held = sum(blob.num_tokens for blob in self._slots.out if blob.is_held)
-        if num_held != self._slots.num_held:
-            yield f"{num_held} slots on the host are held, {self._slots.num_held} were counted"
-        num_booked = sum(blob.num_tokens for blob in self._slots.out)
-        if num_booked != (num_out := self.pool.num_slots - self.pool.num_free):
-            yield f"{num_booked} slots on the host are booked, {num_out} are given out"
-
     # Private, in order of use
 
     def _after(self, chain: ChainId) -> Iterator[Node]:

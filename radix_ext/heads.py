@@ -12,8 +12,6 @@ from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
-from radix_ext.errors import check_at_least
-
 Outline = Sequence[tuple[str, object]]
 """(name, value) of what a head is rendered from, in order. Values are JSON's."""
 
@@ -43,15 +41,9 @@ class Heads:
     recently noted leave.
 
     A head that is known costs O(1), a new one O(its length).
-
-    Raises:
-        LimitError: a bound below 1.
     """
 
     def __init__(self, *, max_heads: int, max_tokens: int, max_bytes: int) -> None:
-        check_at_least("max_heads", max_heads, 1)
-        check_at_least("max_tokens", max_tokens, 1)
-        check_at_least("max_bytes", max_bytes, 1)
         self.max_heads, self.max_tokens, self.max_bytes = max_heads, max_tokens, max_bytes
         self._tenants: OrderedDict[str, OrderedDict[str, _Head]] = OrderedDict()
         self.num_bytes = 0  # what the heads take, nearly

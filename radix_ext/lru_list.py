@@ -43,13 +43,6 @@ class LruList:
         # pointing at itself it would wait for the garbage collector
         node.older = node.newer = self._ends
 
-    def newest_first(self) -> Iterator[ChainNode]:
-        """All nodes, while none is touched or removed."""
-        node = self._ends.older
-        while node is not self._ends:
-            yield node
-            node = node.older
-
     def oldest_first(self) -> Iterator[ChainNode]:
         """All nodes; the caller may remove the one that it got last."""
         node = self._ends.newer

@@ -31,7 +31,7 @@ from typing import Literal, NamedTuple, get_args
 from radix_ext.access_table import AccessTable
 from radix_ext.chain_node import ChainNode, Tier, held_mask, planned_mask
 from radix_ext.chunk import Chunk, ChunkId, fused_chunk
-from radix_ext.errors import ChunkError, check_at_least, check_choice
+from radix_ext.errors import ChunkError
 from radix_ext.exact_growth import ExactGrowth
 from radix_ext.prefix_tree import ChunkPrefixTree
 
@@ -96,12 +96,8 @@ def order_chunks(
         host_worth: what a token that `rank` has in host memory counts, of one on the device:
             1 - time to load / time to compute it.
     Raises:
-        PolicyError: unknown policy or tail.
         ChunkError: a chunk twice in one request.
-        LimitError: max_visits < 1.
     """
-    check_choice("policy", policy, ORDER_POLICIES)
-    check_choice("tail", tail, TAIL_POLICIES)
     by_id = {chunk.id: chunk for chunk in chunks}
     if len(by_id) != len(chunks):
         raise ChunkError(
@@ -152,7 +148,6 @@ def _longest_chain(
         fused_ids: the same chunks as the request's recipe has fused them; none of an exact request.
         host_worth: of any rank (None) all tokens count alike.
     """
-    check_at_least("max_visits", max_visits, 1)
     if root is None:
         return ()
     held, planned = held_mask(rank), planned_mask(rank)

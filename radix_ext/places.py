@@ -13,7 +13,6 @@ from collections import OrderedDict
 from typing import NamedTuple
 
 from radix_ext.chunk import ChunkId
-from radix_ext.errors import check_at_least
 
 
 class Place(NamedTuple):
@@ -31,13 +30,9 @@ class Places:
 
     Keys are Python's own 61-bit hashes, as in `AccessTable`: should two ever be equal, a reason is
     wrong and no answer.
-
-    Raises:
-        LimitError: max_places < 1.
     """
 
     def __init__(self, *, max_places: int) -> None:
-        check_at_least("max_places", max_places, 1)
         self.max_places = max_places
         self._places: OrderedDict[int, Place] = OrderedDict()
         self._texts: OrderedDict[int, str] = OrderedDict()

@@ -44,7 +44,6 @@ class PoolSlots:
 
     @property
     def is_held(self) -> bool:
-        """Whether somebody reads or writes them."""
         return self._num_holds > 0
 
     def hold(self) -> None:

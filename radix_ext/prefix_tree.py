@@ -26,7 +26,6 @@ from itertools import islice
 from radix_ext.chain_node import PLAN_BITS, ChainNode, Tier, held_mask
 from radix_ext.chunk import ChainId, Chunk, ChunkId
 from radix_ext.chunk_trie import ChunkTrie
-from radix_ext.errors import check_at_least
 from radix_ext.holdings import Holdings
 from radix_ext.lru_list import LruList
 
@@ -48,18 +47,14 @@ class ChunkPrefixTree:
     Ranks are small integers from 0; chunk lists are the whole chain from the root of the namespace.
     Every operation is O(chain) dict steps except `drop_rank`, O(nodes), and `evict`, O(nodes
     dropped). Trimming is O(ranks) a forgotten node, and a step for each older planned one.
-
-    Raises:
-        LimitError: max_nodes < 1; a negative rank, by each method that changes the tree.
     """
 
     def __init__(self, *, max_nodes: int) -> None:
-        check_at_least("max_nodes", max_nodes, 1)
         self.max_nodes = max_nodes
         self.clock = 0  # number of the last request
         self.nodes, self.holdings, self._lru = ChunkTrie(), Holdings(), LruList()
         self.num_promoted = self.num_open_plans = 0
-        self.num_hits = self.num_trimmed = self.num_unknown_notices = 0  # since the tree was made
+        self.num_trimmed = self.num_unknown_notices = 0  # since the tree was made
 
     def match(
         self, namespace: str, ids: Iterable[ChunkId], *, rank: int | None = None
@@ -68,9 +63,6 @@ class ChunkPrefixTree:
         nothing.
 
         A prefix of a longer chain matches too (CRAFT's "prefix slicing").
-
-        Raises:
-            ValueError: a negative rank.
         """
         mask, nodes, node = held_mask(rank), [], self.nodes.root(namespace)
         for chunk in ids:
@@ -97,7 +89,6 @@ class ChunkPrefixTree:
         all). Returns the chain's last node; None for an empty chain, or if trimming already forgot
         it.
         """
-        check_at_least("rank", rank, 0)
         path = self._use(namespace, chunks)
         self._hold(path, rank, tier, promoted_len, len(path) if hit_len is None else hit_len)
         self._trim()
@@ -143,7 +134,6 @@ class ChunkPrefixTree:
 
     def plan(self, namespace: str, chunks: Sequence[Chunk], *, rank: int) -> Plan:
         """A request with this chain is under way to `rank`: its nodes exist, as planned."""
-        check_at_least("rank", rank, 0)
         path = self._use(namespace, chunks)
         for node in path:
             node.plans += 1 << PLAN_BITS * rank
@@ -173,10 +163,8 @@ class ChunkPrefixTree:
     def count_hits(self, plan: Plan, num_chunks: int) -> None:
         """The request found its first `num_chunks` cached: they count a hit each."""
         # The path is whole: what is planned is not trimmed.
-        path = plan.node.path()[:num_chunks] if plan.node is not None else ()
-        for node in path:
+        for node in plan.node.path()[:num_chunks] if plan.node is not None else ():
             node.hits += 1
-        self.num_hits += len(path)
 
     def touch(self, node: ChainNode) -> None:
         """The node's KV was read for a prompt that has the chunk elsewhere: its chain is the most
@@ -207,9 +195,8 @@ class ChunkPrefixTree:
 
     def drop_rank(self, rank: int) -> int:
         """`rank` lost everything (flush, restart, missed notices) but its plans. How many nodes."""
-        check_at_least("rank", rank, 0)
-        # Parents before children, as `_drop_unused` needs them: a parent was used no earlier.
-        lost = [node for node in self._lru.newest_first() if node.is_held(rank)]
+        # Parents before children, as `_drop_unused` needs them: a parent was made first.
+        lost = [node for node in self.nodes.by_chain.values() if node.is_held(rank)]
         for node in lost:
             self.holdings.set_tier(node, rank, 0)
         self._drop_unused(lost)
@@ -229,7 +216,6 @@ class ChunkPrefixTree:
         for index, node in enumerate(path):
             if index < hit_len and node.tiers & mask:
                 node.hits += 1
-                self.num_hits += 1
             set_tier(node, rank, tier)
             # Taken back as well: the window may have forgotten what had promoted the node.
             self._mark(node, index < promoted_len)
@@ -240,7 +226,6 @@ class ChunkPrefixTree:
             node.promoted = promoted
 
     def _held_node(self, chain: ChainId, rank: int) -> ChainNode | None:
-        check_at_least("rank", rank, 0)
         node = self.nodes.by_chain.get(chain)
         if node is None or not node.is_held(rank):
             self.num_unknown_notices += 1

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from radix_ext.errors import LimitError, check_at_least
+from radix_ext.errors import LimitError
 
 NOTHING: Mapping[int, int] = MappingProxyType({})
 
@@ -24,7 +24,6 @@ class Router(ABC):
     """Chooses among ranks `[0, num_ranks)` and counts the prompt tokens each has in flight."""
 
     def __init__(self, num_ranks: int) -> None:
-        check_at_least("num_ranks", num_ranks, 1)
         self.num_ranks = num_ranks
         self._in_flight = [0] * num_ranks
         # Below any that began, and ascending: ranks without a request come first, in rank order.
@@ -41,14 +40,12 @@ class Router(ABC):
         """
 
     def begin(self, rank: int, num_tokens: int) -> None:
-        """A prompt is on its way to `rank`. Raises LimitError for a rank that does not exist."""
-        self._check(rank, num_tokens)
+        """A prompt is on its way to `rank`."""
         self._in_flight[rank] += num_tokens
         self._last_begun[rank] = max(self._last_begun) + 1
 
     def end(self, rank: int, num_tokens: int) -> None:
         """It is answered, failed or was aborted. Raises LimitError if more ends than began."""
-        self._check(rank, num_tokens)
         # A request that ended twice would make its rank look idle for as long as the front runs.
         if num_tokens > self._in_flight[rank]:
             raise LimitError(
@@ -60,11 +57,6 @@ class Router(ABC):
     def in_flight(self) -> tuple[int, ...]:
         """Prompt tokens in flight, by rank."""
         return tuple(self._in_flight)
-
-    def _check(self, rank: int, num_tokens: int) -> None:
-        if not 0 <= rank < self.num_ranks:
-            raise LimitError(f"rank must be in [0, {self.num_ranks}) but got {rank}")
-        check_at_least("num_tokens", num_tokens, 0)
 
 
 class RoundRobin(Router):
@@ -98,7 +90,6 @@ class KvAware(Router):
 
     def __init__(self, num_ranks: int, *, max_load_ratio: float) -> None:
         super().__init__(num_ranks)
-        check_at_least("max_load_ratio", max_load_ratio, 1)
         self.max_load_ratio = max_load_ratio
 
     def choose(

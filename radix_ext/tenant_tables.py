@@ -9,21 +9,13 @@ from collections.abc import Iterable
 
 from radix_ext.access_table import AccessTable
 from radix_ext.chunk import ChunkId
-from radix_ext.errors import check_at_least
 
 
 class TenantTables:
     """Tables over `window` requests each, of at most `max_tenants` and with at most `max_entries`
-    in all. The tenant counted last stays in any case; alone, its window bounds it.
-
-    Raises:
-        LimitError: a bound below 1.
-    """
+    in all. The tenant counted last stays in any case; alone, its window bounds it."""
 
     def __init__(self, *, window: int, max_tenants: int, max_entries: int) -> None:
-        check_at_least("window", window, 1)
-        check_at_least("max_tenants", max_tenants, 1)
-        check_at_least("max_entries", max_entries, 1)
         self.window, self.max_tenants, self.max_entries = window, max_tenants, max_entries
         self._tables: OrderedDict[str, AccessTable] = OrderedDict()  # least recently counted first
         self.num_entries = 0  # of all tables

@@ -174,10 +174,7 @@ class VariantIndex:
 
     def insert(self, identity: Identity, variant: Variant) -> bool:
         """`put` what its caller has decided to keep: an exact one, which replaces any other.
-
-        Returns:
-            False: an exact one is in the store already, or too little may leave for it.
-        """
+        False: an exact one is in the store already, or too little may leave for it."""
         old = self.get(identity, variant.head, variant.prefix)
         if old is not None and old.is_exact:
             return False
@@ -198,11 +195,7 @@ class VariantIndex:
 
     def restore(self, identity: Identity, variant: Variant) -> bool:
         """Add what an earlier store has kept, with its priority and uses: nobody has asked this one
-        for it yet. Nothing leaves for it.
-
-        Returns:
-            False: nothing changed. There is no room, or its place is taken.
-        """
+        for it yet. Nothing leaves for it. False: there is no room, or its place is taken."""
         nbytes, old = variant.nbytes, self.get(identity, variant.head, variant.prefix)
         if old is not None or not self.held.fits(nbytes):
             return False

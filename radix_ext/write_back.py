@@ -81,7 +81,6 @@ class WriteBackQueue(Generic[Node]):
                 yield host, node
 
     def reset(self) -> None:
-        """The tree is empty."""
         self._waiting.clear()
         self._turned_away.clear()
 

@@ -69,7 +69,6 @@ class ChunkRadixCache(ChunkTree):
         self._secret = config.secret
         self.fallbacks: Counter[Fallback] = Counter()
         self.match_seconds = self.insert_seconds = 0.0
-        self._unmatched: MatchResult | None = None
         super().__init__(params, config)
         self.tiers = create_tiers(self)
 
@@ -95,7 +94,8 @@ class ChunkRadixCache(ChunkTree):
         spans, is_admission = self._spans_of(params.req), params.key.limit is not None
         start = time.perf_counter()
         if is_admission and params.req is not None and self.line.passes_over(params.req):
-            return self._nothing()
+            # SGLang reads no more of it in this round
+            return super().match_prefix(MatchPrefixParams(key=RadixKey(array("q"))))
         if spans is not None and not self.disable:
             key = self.key_of(params.req, params.key.token_ids, spans, len(params.key))
             params = dataclasses.replace(params, key=key)
@@ -276,12 +276,6 @@ class ChunkRadixCache(ChunkTree):
                     )
                 self.fallbacks[Fallback.BAD_SPANS] += 1
         return known.spans
-
-    def _nothing(self) -> MatchResult:
-        """What a request finds that is put off: SGLang reads no more of it in this round."""
-        if self._unmatched is None or self._unmatched.last_device_node is not self.root_node:
-            self._unmatched = super().match_prefix(MatchPrefixParams(key=RadixKey(array("q"))))
-        return self._unmatched
 
     def _mark(self, path: list[TreeNode], spans: RequestSpans, *, counts_hits: bool) -> None:
         area, host = area_of(path, spans.area_len), self.tiers.host

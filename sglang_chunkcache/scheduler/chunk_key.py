@@ -99,13 +99,9 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
 
     def fused_by(self, recipe: str) -> ChunkKey:
         """The same tokens, approximate throughout."""
-        return ChunkKey(
-            self.token_ids,
-            self.spans,
-            extra_key=self.extra_key,
-            cache_salt=self.cache_salt,
-            fused=Fused(0, recipe),
-        )
+        key = self[:]
+        key.fused = Fused(0, recipe)
+        return key
 
     def segments(self, *extra_borders: int) -> Iterator[Segment]:
         """The key's segments in order; token segments are also cut at `extra_borders`."""
@@ -125,14 +121,8 @@ class ChunkKey(RadixKey):  # type: ignore[misc]
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
-    def __getitem__(self, index: int | slice) -> ChunkKey:
-        if isinstance(index, int):
-            if not -len(self) <= index < len(self):
-                raise IndexError(f"index {index} out of range for {len(self)} tokens")
-            index = slice(index % len(self), index % len(self) + 1)
-        start, stop, step = index.indices(len(self))
-        if step != 1:
-            raise ValueError(f"slice step must be 1, got {step}")
+    def __getitem__(self, index: slice) -> ChunkKey:
+        start, stop, _ = index.indices(len(self))
         fused = self.fused
         if fused is not None:
             fused = Fused(max(0, fused.start - start), fused.recipe) if fused.start < stop else None

@@ -56,8 +56,7 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         self.log = EventLog(MAX_UNREAD_EVENTS)
         self.copies: ChunkCopies = ChunkCopies(identity_of, facts, self._credit)
         """Chunks whose computed KV may be moved to another place."""
-        self.clock = 0
-        """Requests so far."""
+        self.clock = 0  # requests so far
         self.line = WaitingLine(self.num_idle)
         self.num_inserted_chunks = self.num_evicted_chunks = 0
         self.num_chunk_tokens = self.num_promoted = 0

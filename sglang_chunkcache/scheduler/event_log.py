@@ -48,10 +48,8 @@ class EventLog:
         """A new epoch, later than those before: the tree is empty."""
         # A restarted rank remembers no epoch, but the clock is later. It may have been set back.
         self.epoch = max(self.epoch + 1, time.time_ns())
-        self.seq = 0
-        """Number of the next event."""
-        self.digest = 0
-        """XOR of the chain ids that are held."""
+        self.seq = 0  # number of the next event
+        self.digest = 0  # XOR of the chain ids that are held
         self._events: deque[Event] = deque()
         self._held: dict[ChainId, _Node] = {}
         self._by_birth: list[_Node] = []  # with some that have left

@@ -14,16 +14,11 @@ from sglang_chunkcache import compat
 class Use(NamedTuple):
     """One use of host memory: how much it wants, and how much it gets at most."""
 
-    ratio: float
-    """Of the device's KV pool."""
-    least: int
-    """Bytes, however small that pool is."""
-    share: float
-    """Of the memory that is available, for all ranks together."""
-    reserve: int
-    """Bytes that are left."""
-    copies: bool
-    """What is in the KV pool, which counts even if it is in the host's memory."""
+    ratio: float  # of the device's KV pool
+    least: int  # bytes, however small that pool is
+    share: float  # of the memory that is available, for all ranks together
+    reserve: int  # bytes that are left
+    copies: bool  # what is in the KV pool, which counts even if it is in the host's memory
 
 
 EXACT_CHAINS = Use(2.0, 0, 0.25, HICACHE_HOST_MEMORY_RESERVE_BYTES, copies=True)

@@ -12,10 +12,7 @@ GAUGES = {
         ("bytes", "bytes of host memory that hold KV"),
         ("max_bytes", "bytes of host memory that may hold KV"),
         ("waiting", "chunks that wait to be saved"),
-        (
-            "layers_ahead",
-            "layers of the last load that were copied before its forward, the others beside it",
-        ),
+        ("layers_ahead", "layers of the last load that were copied before its forward"),
     )
 }
 COUNTERS = {
@@ -25,18 +22,9 @@ COUNTERS = {
         ("loaded_tokens", "tokens loaded from host memory"),
         ("evicted_tokens", "tokens evicted from host memory"),
         ("loads", "loads from host memory"),
-        (
-            "skipped",
-            (
-                "loads left out because computing was estimated to be faster, but for those that"
-                " were tried"
-            ),
-        ),
+        ("skipped", "loads estimated to take longer than computing: a few are tried"),
         ("no_room", "loads cut short because the device was full"),
-        (
-            "missed",
-            "chunks that were turned away, did not fit, or left the device first",
-        ),
+        ("missed", "chunks that were turned away, did not fit, or left the device first"),
         ("failed", "copies that failed"),
     )
 }

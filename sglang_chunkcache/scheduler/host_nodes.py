@@ -40,12 +40,9 @@ KEY_BYTES = 16
 
 @dataclass
 class HostCounts(ChainCounts):
-    """Since the start."""
-
     skipped: int = 0
     """Loads estimated to take longer than computing: one in `EXPLORATION_PERIOD` is made."""
-    failed: int = 0
-    """Copies that raised, in either direction, and loads that could not be prepared."""
+    failed: int = 0  # copies that raised, in either direction, and loads that could not be prepared
     layers_ahead: int = 0
     """Layers of the last load that were copied before its forward began; the rest was beside it."""
 
@@ -54,10 +51,8 @@ class Found(NamedTuple):
     """A node that a request can have loaded."""
 
     host: HostNode
-    slots: Tensor
-    """Of the node's, in host memory: those that the device lacks."""
-    end: int
-    """Its last token in the prompt, and one."""
+    slots: Tensor  # of the node's, in host memory: those that the device lacks
+    end: int  # its last token in the prompt, and one
 
 
 class HostNodes(ExactChains[HostNode, HostSlots]):
@@ -163,7 +158,6 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
 
 
 def chain_of(head: str, chunks: Sequence[ChunkId]) -> ChainId:
-    """As the front names it."""
     return reduce(extend_chain, chunks, root_chain(head))
 
 

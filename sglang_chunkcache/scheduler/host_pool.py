@@ -58,8 +58,7 @@ class HostPool:
         self._bytes: list[Any] = [
             each.view(torch.uint8).numpy() for each in (self._pool.k_buffer, self._pool.v_buffer)
         ]
-        self._stream: Any = None
-        """The forward stream, known with the first forward."""
+        self._stream: Any = None  # the forward stream, known with the first forward
         self.num_layers: int = self._pool.layer_num
         self.is_layered = is_layered
         self.loads = LayerLoads.of(device_pool)
@@ -104,11 +103,6 @@ class HostPool:
         """Else memory that is still pinned may hold up the process's end for tens of seconds."""
         self._pool.destroy()
 
-    def follow(self) -> None:
-        """A forward was queued on the current stream."""
-        if self._is_cuda:
-            self._stream = torch.cuda.current_stream()
-
     def save(self, device_slots: Tensor, slots: Tensor) -> None:
         """Copy KV from the device, [num_tokens] int64 each, behind a forward, on its stream."""
         pool = self._pool
@@ -146,7 +140,9 @@ class HostPool:
                 side.view(torch.uint8).numpy()[device_slots.numpy()] = taken
 
     def finish(self) -> bool:
-        """As `LayerLoads.finish`, once the forward is queued."""
+        """As `LayerLoads.finish`, once the forward is queued on the current stream."""
+        if self._is_cuda:
+            self._stream = torch.cuda.current_stream()
         return self.loads.finish()
 
 
@@ -158,7 +154,6 @@ class NoSlots(HostPool):
 
     def __init__(self) -> None: ...
     def alloc(self, num_tokens: int) -> None: ...
-    def follow(self) -> None: ...
     def close(self) -> None: ...
     def finish(self) -> bool:
         return False

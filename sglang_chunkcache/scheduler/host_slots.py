@@ -1,4 +1,4 @@
-"""KV in the host pool."""
+"""One chunk's KV in the host pool."""
 
 from __future__ import annotations
 
@@ -17,11 +17,8 @@ if TYPE_CHECKING:
 
 
 class HostSlots(PoolSlots):
-    """One chunk's KV in the host pool."""
-
     codec, saved_bytes = NONE, 0
-    slots: Tensor
-    """[num_tokens] int64, CPU."""
+    slots: Tensor  # [num_tokens] int64, CPU
     _owner: HostPool
 
     def reader(self) -> Callable[[], tuple[Tensor, Tensor]]:

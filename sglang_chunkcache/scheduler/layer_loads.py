@@ -95,7 +95,7 @@ class LayerLoads:
         has_failed = self.settle()
         if unread:
             raise IntegrityError(
-                [f"no attention has waited for layers {unread}, which were loaded beside it"]
+                f"no attention has waited for layers {unread}, which were loaded beside it"
             )
         return has_failed
 

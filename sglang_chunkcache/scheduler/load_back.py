@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
-from radix_ext.costs import Phase, Work, explores, extend_work
+from radix_ext.costs import Phase, Work, explores
 from radix_ext.loading import loading_pays, num_fitting
 from sglang_chunkcache import compat
 from sglang_chunkcache.scheduler.host_nodes import Found, HostCounts, HostNodes
@@ -52,8 +52,7 @@ class LoadBack:
         self._loads: dict[TreeNode, Tensor] = {}
         """Node of the device -> the slots that its KV is copied from with the next forward,
         as `HostPool.prepare` gives them."""
-        self._held = ExitStack()
-        """Slots that are read, until that forward is queued."""
+        self._held = ExitStack()  # slots that are read, until that forward is queued
 
     def load(
         self, key: ChunkKey, spans: RequestSpans, result: MatchResult, priority: int
@@ -127,7 +126,6 @@ class LoadBack:
     def queued(self) -> None:
         """The forward is queued: what comes behind it finds all that was loaded."""
         self._counts.failed += self._pool.finish()
-        self._pool.follow()
         self._held.close()
 
     def cancel(self, node: TreeNode) -> None:
@@ -144,11 +142,8 @@ class LoadBack:
 
     def _pays(self, start: int, end: int) -> bool:
         """Whether to load: it is estimated to take no longer than computing, or is tried."""
-        costs, num_tokens = self._pricing.agreed, end - start
-        work = extend_work(start, end)._replace(calls=0)  # there is an extend either way
-        if loading_pays(
-            costs[Phase.LOAD].seconds(Work(1, num_tokens)), costs[Phase.EXTEND].seconds(work)
-        ):
+        computed, copied = self._pricing.times(start, end)
+        if loading_pays(copied, computed):
             return True
         self._counts.skipped += 1
         return explores(self._counts.skipped)

@@ -45,65 +45,48 @@ class HostNode(ChainVariant):
 class ChunkFacts(CopyFacts):
     """A node of the tree. The defaults are a node of plain traffic."""
 
-    chunk: ChunkId | None = None
-    """None: a token node, of which start and prefix say nothing."""
-    is_moved: bool = False
-    """Its KV was computed at another place."""
+    chunk: ChunkId | None = None  # None: a token node, of which start and prefix say nothing
+    is_moved: bool = False  # its KV was computed at another place
     chain: ChainId | None = None
     """The place in the global tree. None: a token node, or a chunk that the global tree does not
     hold: of a later turn, or fused for one question."""
     promoted: bool = False
-    hits: int = 0
-    """Requests that found it cached exactly."""
-    host: HostNode | None = None
-    """Its copy in host memory."""
+    hits: int = 0  # requests that found it cached exactly
+    host: HostNode | None = None  # its copy in host memory
     head_key: bytes | None = None
     """Of a prompt's first chunk: the chain key of the tokens before it. None: nobody asked yet."""
-    used: int = 0
-    """Number of the request that used it last."""
+    used: int = 0  # number of the request that used it last
 
 
 @dataclass(slots=True)
 class RequestState:
     """A request in the scheduler."""
 
-    is_read: bool = False
-    """Whether `spans` has been decoded."""
-    spans: RequestSpans | None = None
-    """None: a plain request."""
-    fused: Fused | None = None
-    """From where on its KV is approximate."""
-    moved: frozenset[int] = frozenset()
-    """Where chunks begin that are moved, not computed."""
+    is_read: bool = False  # whether `spans` has been decoded
+    spans: RequestSpans | None = None  # None: a plain request
+    fused: Fused | None = None  # from where on its KV is approximate
+    moved: frozenset[int] = frozenset()  # where chunks begin that are moved, not computed
     promised: torch.Tensor | None = None
     """Slots behind its matched prefix: its own until it inserts them."""
-    is_failed: bool = False
-    """They could not be filled: nothing of it gets into the tree."""
+    is_failed: bool = False  # they could not be filled: nothing of it gets into the tree
     is_inserted: bool = False
-    inserted_len: int = 0
-    """Tokens that are in the tree: what it inserts anew is no hit."""
-    is_asked_only: bool = False
-    """Explained, not served: it uses nothing."""
+    inserted_len: int = 0  # tokens that are in the tree: what it inserts anew is no hit
+    is_asked_only: bool = False  # explained, not served: it uses nothing
     is_kept: bool = False
     is_reported: bool = False
     loaded: int = 0
     """Tokens that came from host memory for it; of one that is only asked for: would come."""
     outward: Any = None
     """What its chunks' tokens attended to while they were prefilled (fusion/outward.py)."""
-    promise: Any = None
-    """An `Outcome` (fusion/outcome.py), once it was matched for moved KV."""
-    is_prefetch: bool = False
-    """It may come. False: it is here, or only explained."""
+    promise: Any = None  # an `Outcome` (fusion/outcome.py), once it was matched for moved KV
+    is_prefetch: bool = False  # it may come. False: it is here, or only explained
     loads: PendingLoads | None = None
     """What was asked of the storage for its moved chunks, if it was (fusion/tier.py)."""
-    chain: PendingLoads | None = None
-    """And for its exact chain."""
-    arrival: int = 0
-    """Its number among all requests. 0: it was not told."""
+    chain: PendingLoads | None = None  # and for its exact chain
+    arrival: int = 0  # its number among all requests. 0: it was not told
     is_put_off: bool = False
     """It is not admitted in this round: it waits, or is held back (scheduler/waiting.py)."""
-    must_go: bool = False
-    """It may not wait in this round."""
+    must_go: bool = False  # it may not wait in this round
 
 
 def facts(node: TreeNode) -> ChunkFacts:

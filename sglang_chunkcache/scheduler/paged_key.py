@@ -73,8 +73,7 @@ class PagedKey(ChunkKey):
     def __len__(self) -> int:
         return self.phase + self._floor(self.num_tokens)
 
-    def __getitem__(self, index: int | slice) -> PagedKey:
-        assert isinstance(index, slice), "SGLang only slices"
+    def __getitem__(self, index: slice) -> PagedKey:
         start, stop, _ = index.indices(len(self))
         stop = stop - self.phase if stop < len(self) else self.num_tokens
         return self.part(max(0, start - self.phase), stop)

@@ -35,12 +35,11 @@ class Interval:
 
     def mark(self) -> None:
         """It begins, or ends. Queues an event on CUDA, and waits for nothing."""
-        mark: Any = time.perf_counter()
         if self._is_cuda:
-            event: Any = torch.cuda.Event
-            mark = event(enable_timing=True)
-            mark.record()
-        self._marks.append(mark)
+            self._marks.append(torch.cuda.Event(enable_timing=True))  # type: ignore[no-untyped-call]
+            self._marks[-1].record()
+        else:
+            self._marks.append(time.perf_counter())
 
     @property
     def seconds(self) -> float | None:
@@ -62,8 +61,7 @@ class Timer:
     work: Work
     intervals: list[Interval]
     stalls: list[Interval] = field(default_factory=list)
-    around: tuple[Timer, ...] = ()
-    """Those that were open when it began: it is a part of them."""
+    around: tuple[Timer, ...] = ()  # those that were open when it began: it is a part of them
 
     @property
     def seconds(self) -> float | None:
@@ -80,8 +78,7 @@ class Pricing:
     def __init__(self, runner: Any) -> None:
         self.model = CostModel()
         self.costs: Costs | None = None
-        self.agreed: Costs = NOMINAL
-        """As at the last refresh, whether plans go by them or not."""
+        self.agreed: Costs = NOMINAL  # as at the last refresh, whether plans go by them or not
         self._group = compat.parallel(runner, "tp_group")
         self._is_cuda = torch.device(runner.device).type == "cuda"
         self._running: deque[Timer] = deque()
@@ -130,6 +127,12 @@ class Pricing:
 
     def time_extend(self, batch: ScheduleBatch) -> AbstractContextManager[Timer]:
         return self.timed(Phase.EXTEND, prefill_work(batch))
+
+    def times(self, start: int, end: int) -> tuple[float, float]:
+        """Seconds to compute these slots of a prompt, and to copy them from host memory."""
+        work = extend_work(start, end)._replace(calls=0)  # there is an extend either way
+        copy = Work(1, work.tokens)
+        return self.agreed[Phase.EXTEND].seconds(work), self.agreed[Phase.LOAD].seconds(copy)
 
     def poll(self) -> None:
         """Learn from what is done. Waits for nothing."""

@@ -14,8 +14,6 @@ host memory before it is loaded.
 
 from __future__ import annotations
 
-import logging
-import time
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -27,8 +25,6 @@ import sglang
 import torch
 
 from radix_ext import ChunkId
-from radix_ext.cfo import Prefix
-from radix_ext.costs import Costs, Phase, Work, extend_work
 from radix_ext.exact_chains import ChainPlace
 from radix_ext.loading import loading_pays
 from radix_ext.variants import Variant
@@ -39,7 +35,7 @@ from sglang_chunkcache.scheduler.host_nodes import below, chain_of, chunks_to, h
 from sglang_chunkcache.scheduler.node import ChunkIdentity, HostNode, facts, state
 from sglang_chunkcache.storage.entry import Entry
 from sglang_chunkcache.storage.fingerprint import fingerprint
-from sglang_chunkcache.storage.key import Place, StoredChunk
+from sglang_chunkcache.storage.key import Place
 from sglang_chunkcache.storage.manifest import Row
 from sglang_chunkcache.storage.naming import POSITIONED
 from sglang_chunkcache.storage.storage import START_S, Storage
@@ -50,30 +46,18 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
-logger = logging.getLogger(__name__)
-
 
 class _Link(NamedTuple):
     """A chain up to one of its nodes."""
 
     chain_key: bytes
-    parent: bytes | None
-    """The chain key before it."""
-    place: Place
-    """In the storage. Of the tokens before the first chunk: `chain_key` as their chunk."""
-    identity: ChunkIdentity
-    """In host memory, where those tokens have no chunk."""
-    is_empty: bool
-    """The prompt begins with a chunk, and this is what precedes it."""
-    start: int = 0
-    """In a request: slots before it, slots and tokens up to its end."""
+    parent: bytes | None  # the chain key before it
+    place: Place  # in the storage. Of the tokens before the first chunk: `chain_key` as their chunk
+    identity: ChunkIdentity  # in host memory, where those tokens have no chunk
+    is_empty: bool  # the prompt begins with a chunk, and this is what precedes it
+    start: int = 0  # in a request: slots before it, slots and tokens up to its end
     end: int = 0
     stop: int = 0
-
-    @property
-    def where(self) -> tuple[StoredChunk, str, Prefix]:
-        """In an index: chunk, head and prefix."""
-        return self.place.stored_chunk, self.place.head, self.place.prefix
 
 
 class StoredChains:
@@ -119,7 +103,8 @@ class StoredChains:
             asked_for = [link for link in links if not link.is_empty]
             if not asked.is_prefetch:
                 is_request = self._fingerprint is not None  # else the fuser counts it
-                self.storage.ask((each.where for each in asked_for), is_request=is_request)
+                chunks = (each.place.index_key for each in asked_for)
+                self.storage.ask(chunks, is_request=is_request)
                 self._use(links)
             unknown = {
                 each.place.pointed_from[0]: each.end - each.start
@@ -133,7 +118,7 @@ class StoredChains:
                 if asked.lookup is not None:  # all of it may be there
                     path = self._tree.path(key.part(0, links[-1].stop))
                     cached = sum(len(node.key) for node in path)
-                    asked.saved_s = _saved_s(self._pricing.agreed, cached, end)
+                    asked.saved_s = self._saved_s(cached, end)
 
     def stored(self, key: ChunkKey, spans: RequestSpans) -> tuple[int, bool]:
         """(slots that the storage would fill behind host memory and device,
@@ -243,7 +228,7 @@ class StoredChains:
         return is_written
 
     def _find(self, link: _Link) -> Variant | None:
-        found = self.storage.index.get(*link.where)
+        found = self.storage.index.get(*link.place.index_key)
         is_same = found is not None and found.blob.row.place.exact == link.place.exact
         return found if is_same else None
 
@@ -253,7 +238,7 @@ class StoredChains:
         missing, start = self._missing(links, key)
         if not missing:
             return
-        asked.saved_s = _saved_s(self._pricing.agreed, start, missing[-1].end)
+        asked.saved_s = self._saved_s(start, missing[-1].end)
         is_tried = self.storage.tries(pays=self._is_faster(missing, start))
         begun = takewhile(bool, (self._claim(link, key, asked) for link in missing if is_tried))
         if is_tried and (num_left := len(missing) - sum(begun)):
@@ -280,8 +265,12 @@ class StoredChains:
         """Whether loading them is estimated to take no longer than computing from `start` on."""
         variants, load_s = filter(None, map(self._find, links)), self.storage.waits.times.seconds
         loaded = sum(load_s(variant.blob.row.num_bytes) or 0.0 for variant in variants)
-        computed, copied = _times(self._pricing.agreed, start, links[-1].end)
+        computed, copied = self._pricing.times(start, links[-1].end)
         return loading_pays(loaded and loaded + copied, computed)
+
+    def _saved_s(self, start: int, end: int) -> float:
+        computed, copied = self._pricing.times(start, end)
+        return max(0.0, computed - copied)
 
     def _claim(self, link: _Link, key: ChunkKey | None, asked: PendingLoads | None = None) -> bool:
         """Begin to load a node, unless it is here. False: no room, or too much is under way."""
@@ -358,23 +347,6 @@ def create_stored_chains(
     model = ctx.tp_worker.model_runner.model
     # else the fuser starts the storage
     weights = partial(fingerprint, model) if config.reuse == "exact" else None
-    started = time.perf_counter()
     stored = StoredChains(host, storage, how=how_computed(ctx), fingerprint=weights)
-    num_loaded = stored.load_most_used()
-    logger.info(
-        "chunk cache: %d nodes of exact chains loaded in %.1f s",
-        num_loaded,
-        time.perf_counter() - started,
-    )
+    stored.load_most_used()
     return stored
-
-
-def _times(costs: Costs, start: int, end: int) -> tuple[float, float]:
-    """What computing takes, and what copying from host memory does."""
-    work = extend_work(start, end)._replace(calls=0)
-    return costs[Phase.EXTEND].seconds(work), costs[Phase.LOAD].seconds(Work(1, work.tokens))
-
-
-def _saved_s(costs: Costs, start: int, end: int) -> float:
-    computed, copied = _times(costs, start, end)
-    return max(0.0, computed - copied)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_chunkcache import compat
@@ -62,9 +63,10 @@ class Tiers:
         """An exact match at an admission, with what else is found: nothing, if it is put off."""
         known, start = state(req), compat.num_matched(result)
         if self.storage is not None and not (known.is_asked_only or known.must_go):
-            asked = (None if _is_here(known.chain, start) else known.chain), known.loads
-            if self.storage.awaits(*asked):
-                self.line.put_off(req, Reason.LOADS, self.storage.watch(*asked))
+            parts = None if _is_here(known.chain, start) else known.chain, known.loads
+            asked = [each for each in parts if each is not None]
+            if self.storage.awaits(asked):
+                self.line.put_off(req, Reason.LOADS, partial(self.storage.is_over, asked))
                 return result
         if self.stored is not None:
             self.stored.planned(req)
@@ -119,7 +121,6 @@ class Tiers:
         self.host.pool.close()
 
     def stats(self) -> dict[str, Any]:
-        """For `/chunkcache/stats`."""
         return {
             **({"host": self.host.stats()} if self.host.pool.num_slots else {}),
             **({"storage": self.storage.stats()} if self.storage is not None else {}),

@@ -51,18 +51,13 @@ class WaitMetrics(RankMetrics):
 class _Wait:
     """Of one request, until it is admitted."""
 
-    place: tuple[float, int]
-    """Of two requests the one with the lower place was there before."""
+    place: tuple[float, int]  # of two requests the one with the lower place was there before
     num_overtaken: int = 0
     reason: Reason | None = None
-    is_over: Callable[[], bool] = lambda: True
-    """Whether what it waits for may have come."""
-    missing: int = 0
-    """Slots that it did not find, the last time."""
-    until: int = 0
-    """As many forwards, unless there is more room before."""
-    num_admitted: int = 0
-    """Requests, when that began."""
+    is_over: Callable[[], bool] = lambda: True  # whether what it waits for may have come
+    missing: int = 0  # slots that it did not find, the last time
+    until: int = 0  # as many forwards, unless there is more room before
+    num_admitted: int = 0  # requests, when that began
 
 
 class WaitingLine:
@@ -76,14 +71,10 @@ class WaitingLine:
         self._adder: PrefillAdder | None = None
         self._num_arrived = self._num_admitted = 0
         self._waits: dict[str, _Wait] = {}
-        self._overdue: tuple[float, int] | None = None
-        """The lowest place of those that are."""
-        self.is_idle = True
-        """Nothing runs, and nobody was admitted in this round."""
-        self._has_put_off = False
-        """Somebody, in this round."""
-        self.waits: Counter[str] = Counter()
-        """Begun so far, by reason."""
+        self._overdue: tuple[float, int] | None = None  # the lowest place of those that are
+        self.is_idle = True  # nothing runs, and nobody was admitted in this round
+        self._has_put_off = False  # somebody, in this round
+        self.waits: Counter[str] = Counter()  # begun so far, by reason
 
     def arrived(self, req: Req) -> None:
         """It is in SGLang's queue; if it was retracted, once more."""
@@ -136,7 +127,10 @@ class WaitingLine:
             self._begin(adder)
         known = state(req)
         # 0.5.21 loses those who were preempted for it if nobody is admitted
-        known.must_go = bool(adder.preempt_list) or (self.is_idle and self._waits_for_room(req))
+        wait = self._waits.get(req.rid)
+        needs_room = wait is not None and wait.reason is Reason.NO_ROOM
+        is_first = self.is_idle and needs_room and not self._is_held_back(req)
+        known.must_go = bool(adder.preempt_list) or is_first
         if known.must_go and known.is_put_off:
             rematch()
         result = None if known.is_put_off else add()
@@ -193,12 +187,6 @@ class WaitingLine:
         assert self._adder is not None
         batch = self._adder.running_batch
         return [*self._adder.can_run_list, *(batch.reqs if batch is not None else ())]
-
-    def _waits_for_room(self, req: Req) -> bool:
-        """And is not held back besides."""
-        wait = self._waits.get(req.rid)
-        is_first = wait is not None and wait.reason is Reason.NO_ROOM
-        return is_first and not self._is_held_back(req)
 
 
 def _num_left(req: Req) -> int:

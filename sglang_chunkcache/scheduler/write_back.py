@@ -15,20 +15,8 @@ from radix_ext.costs import copied_within
 from radix_ext.exact_chains import ChainPlace
 from radix_ext.write_back import WriteBackQueue
 from sglang_chunkcache.config import MAX_KEPT_S, MAX_SAVED_TOKENS, MAX_WAITING_SAVES
-from sglang_chunkcache.scheduler.host_nodes import (
-    HostCounts,
-    HostNodes,
-    below,
-    chunks_to,
-    head_of,
-)
-from sglang_chunkcache.scheduler.node import (
-    ChunkIdentity,
-    HostNode,
-    facts,
-    identity_of,
-    joined,
-)
+from sglang_chunkcache.scheduler.host_nodes import HostCounts, HostNodes, below, chunks_to, head_of
+from sglang_chunkcache.scheduler.node import ChunkIdentity, HostNode, facts, identity_of, joined
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import TreeNode

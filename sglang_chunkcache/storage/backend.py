@@ -189,8 +189,9 @@ def create_backend(config: ChunkCacheConfig, folder: Path, *, model_name: str) -
 
 
 def room_in(folder: Path, num_bytes: int) -> int:
-    """Bytes that entries may take by default in this folder, where they take `num_bytes`."""
-    return int(DEFAULT_SHARE * (shutil.disk_usage(folder).free + num_bytes))
+    """Bytes that entries may take by default in this folder, where they take `num_bytes`; at least
+    1, which holds nothing."""
+    return max(1, int(DEFAULT_SHARE * (shutil.disk_usage(folder).free + num_bytes)))
 
 
 def _storage_config(extra: dict[str, Any], model_name: str) -> Any:

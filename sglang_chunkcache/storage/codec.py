@@ -57,7 +57,6 @@ class Codec:
         return Sizes(layers, tokens, heads, key_dim, values.shape[-1], keys.dtype)
 
     def shapes(self, sizes: Sizes) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of each part."""
         dims = sizes.key_dim, sizes.value_dim
         return [((*sizes[:3], dim), sizes.dtype) for dim in dims]
 
@@ -71,7 +70,6 @@ class Codec:
         self.encode(keys[:0].unsqueeze(0), values[:0].unsqueeze(0))  # no tokens, all checks
 
     def nbytes(self, sizes: Sizes) -> int:
-        """Of all parts."""
         return sum(prod(shape) * dtype.itemsize for shape, dtype in self.shapes(sizes))
 
     def check(self, parts: Sequence[Tensor]) -> None:

@@ -23,7 +23,6 @@ class Stored:
 
 
 def variant_of_row(row: Row, *, is_own: bool = True) -> Variant:
-    """The index's."""
     return Variant(
         row.place.prefix,
         Stored(row, is_own),

@@ -26,8 +26,6 @@ class _Job:
 
 @dataclass(eq=False)
 class Load(_Job):
-    """An entry that is asked for."""
-
     name: str
     size: int  # its bytes
     num_tokens: int
@@ -40,8 +38,6 @@ class Load(_Job):
 
 @dataclass(eq=False)
 class Write(_Job):
-    """An entry to be kept."""
-
     row: Row  # without the number of bytes, which it gets with them
     entry: Callable[[], Entry]  # called by the thread, once
     size: int  # its bytes, about

@@ -21,10 +21,8 @@ from sglang_chunkcache.storage.key import Place
 
 logger = logging.getLogger(__name__)
 
-UNKNOWN = -1
-"""Where an entry of an earlier version stood."""
 SCHEMA = 4
-"""Of the table. Manifests of `_COLUMNS` are read, with another one it is put aside."""
+"""Of the table. A manifest with another one is put aside."""
 
 _TABLE = """CREATE TABLE IF NOT EXISTS entries (
     name TEXT PRIMARY KEY, model TEXT NOT NULL, tenant TEXT NOT NULL, chunk TEXT NOT NULL,
@@ -34,22 +32,8 @@ _TABLE = """CREATE TABLE IF NOT EXISTS entries (
     priority REAL NOT NULL, num_uses INTEGER NOT NULL, last_used INTEGER NOT NULL
 ) WITHOUT ROWID"""
 
-_ALL_HAD = (
-    "name, model, tenant, chunk, head, prefix, preprocessed, '', num_tokens, num_bytes, scored,"
-    " outward, heads"
-)
-_COLUMNS = {
-    # no entry says where it stood, and none has a priority
-    1: f"{_ALL_HAD}, {UNKNOWN}, 0, num_uses, last_used",
-    # chains had names of their own, which nobody asks for any more
-    3: f"{_ALL_HAD}, start, priority, num_uses, last_used",
-}
-"""Of an earlier schema, as those of this one."""
-
 
 class Row(NamedTuple):
-    """One entry."""
-
     name: str
     place: Place
     num_tokens: int
@@ -57,7 +41,7 @@ class Row(NamedTuple):
     scored: int  # a `radix_ext.cfo.Scored`
     has_outward: bool
     heads: tuple[tuple[int, int], ...] = ()  # those that scores and `outward` were measured with
-    start: int = UNKNOWN  # position of the first token
+    start: int = 0  # position of the first token
     priority: float = 0.0  # in the order of eviction, as of its last use
     num_uses: int = 0
 
@@ -158,14 +142,9 @@ def _opened(file: Path) -> sqlite3.Connection:
         # after a power cut bytes may be torn, too: reading finds out
         database.execute("PRAGMA synchronous = NORMAL")
         (schema,) = database.execute("PRAGMA user_version").fetchone()
-        if schema not in (0, *_COLUMNS, SCHEMA):
+        if schema not in (0, SCHEMA):
             raise sqlite3.DatabaseError(f"schema {schema}, not {SCHEMA}")
         with database:
-            if schema in _COLUMNS:
-                database.execute("ALTER TABLE entries RENAME TO earlier")
-                database.execute(_TABLE)
-                database.execute(f"INSERT INTO entries SELECT {_COLUMNS[schema]} FROM earlier")
-                database.execute("DROP TABLE earlier")
             database.execute(_TABLE)
             database.execute(f"PRAGMA user_version = {SCHEMA}")
             # Reads every page, so that damage shows now, while the start can still begin anew.

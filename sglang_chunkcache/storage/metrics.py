@@ -5,16 +5,8 @@ from __future__ import annotations
 from sglang_chunkcache.rank_metrics import RankMetrics
 
 GAUGES = {
-    "bytes": (
-        "bytes",
-        "livesum",
-        "bytes of own entries, by kind: chains, variants, other (weights or codec)",
-    ),
-    "saved_bytes": (
-        "saved_bytes",
-        "livesum",
-        "how many fewer these are than with KV as in the pool, by kind",
-    ),
+    "bytes": ("bytes", "livesum", "bytes of own entries, by kind: chains, variants, other"),
+    "saved_bytes": ("saved_bytes", "livesum", "how many fewer than in the pool, by kind"),
     "entries": ("num_entries", "livesum", "entries that this server knows, others' included"),
     "load_ms_per_mib": ("load_ms_per_mib", "mostrecent", "estimate of a load of 1 MiB, in ms"),
 }

@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 
 class Opened(NamedTuple):
-    """A storage that is ready."""
-
     loader: Loader
     names: Names
     rows: list[Row]  # what it holds, the most used first

@@ -24,8 +24,6 @@ MAX_OVERHEAD_BYTES = 1 << 20
 
 
 class Others:
-    """Of one rank."""
-
     def __init__(self, index: VariantIndex, loader: Loader, naming: Naming) -> None:
         self._index, self._loader, self._naming = index, loader, naming
         self._looked_up: dict[StoredChunk, float] = {}  # until when that is known, the oldest first

@@ -23,7 +23,7 @@ from radix_ext import ChunkId
 from sglang_chunkcache.storage.backend import Backend
 from sglang_chunkcache.storage.entry import Refusal, RefusedEntryError, framed, header_of
 from sglang_chunkcache.storage.key import Names, Place, StoredChunk
-from sglang_chunkcache.storage.manifest import UNKNOWN, Row
+from sglang_chunkcache.storage.manifest import Row
 
 MAX_POINTERS = 8
 """Of one chunk. Further entries are found by their writer alone."""
@@ -36,8 +36,7 @@ _Positive = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class _Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    of: str
-    """The chunk's first pointer."""
+    of: str  # the chunk's first pointer
     head: str
     prefix: tuple[str, ...]
     preprocessed: bool
@@ -46,10 +45,9 @@ class _Pointer(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     scored: int
     has_outward: bool
     heads: tuple[tuple[int, int], ...]
-    start: int = UNKNOWN
+    start: int
     exact: str = ""
-    chunk: str = ""
-    """Of an exact entry: its chain may point to it, too."""
+    chunk: str = ""  # of an exact entry: its chain may point to it, too
 
 
 class Pointers:

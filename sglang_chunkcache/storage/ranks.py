@@ -39,8 +39,7 @@ class Ranks:
         self._finished: dict[type, deque[Any]] = {Load: deque(), Write: deque()}  # by this rank
         self.shard = f"-{group.rank_in_group:03}of{group.world_size:03}"
         """Ends the names of this rank's entries, all of one length: an entry's size contains it."""
-        self.is_paused = False
-        """Whether a rank's storage failed jobs at once, in the last round."""
+        self.is_paused = False  # whether a rank's storage failed jobs at once, in the last round
 
     # At the start
 

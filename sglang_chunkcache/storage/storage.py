@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -65,8 +65,7 @@ class Storage:
         self.names, self.layout = naming.names, naming.layout
         self.pays = True  # the last load that was thought of
         self.num_skipped = 0
-        self.under_way: dict[str, Load | None] = {}
-        """Names that are being loaded or, None, written."""
+        self.under_way: dict[str, Load | None] = {}  # names that are being loaded or, None, written
         times = loader.waiting[Load].times
         self.prefetches = Prefetches(partial(_max_prefetched, times))
         self.waits = Waits(wait_policy, times, loader.worker.clock)
@@ -184,23 +183,17 @@ class Storage:
         self.num_skipped += not pays
         return pays or explores(self.num_skipped)
 
-    def awaits(self, *asked: PendingLoads | None) -> bool:
+    def awaits(self, asked: Sequence[PendingLoads]) -> bool:
         """As `Waits.awaits`. Those of a group of ranks do not wait, whose clocks differ."""
-        parts = [each for each in asked if each is not None]
-        if not parts or self.ranks is not None:
+        if not asked or self.ranks is not None:
             return False
         self.poll()
-        return self.waits.awaits(parts, (job for job in self.under_way.values() if job))
+        return self.waits.awaits(asked, (job for job in self.under_way.values() if job))
 
-    def watch(self, *asked: PendingLoads | None) -> Callable[[], bool]:
-        """Says whether a request that awaits these is to be looked at, as `Waits.is_over`."""
-        parts = [each for each in asked if each is not None]
-
-        def is_over() -> bool:
-            self.poll()
-            return self.waits.is_over(parts)
-
-        return is_over
+    def is_over(self, asked: Sequence[PendingLoads]) -> bool:
+        """Whether a request that awaits these is to be looked at, as `Waits.is_over`."""
+        self.poll()
+        return self.waits.is_over(asked)
 
     # Requests
 

@@ -28,7 +28,6 @@ class PendingLoads:
 
     @property
     def is_coming(self) -> bool:
-        """Something is under way."""
         return any(not job.is_done for job in (self.lookup, *self.loads) if job is not None)
 
     def take_rest(self) -> list[Callable[[], None]]:

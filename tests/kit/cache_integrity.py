@@ -15,14 +15,15 @@ from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.chunk_tree import chunk_len
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.node import HostNode, facts
+from tests.kit.integrity import of_chains
 
 
 def check_integrity(cache: ChunkRadixCache) -> None:
     """Raise IntegrityError with every violated invariant."""
     host = cache.tiers.host
-    violations = [*_of_tree(cache), *host.nodes.violations(), *_of_host(host), *_of_loads(host)]
+    violations = [*_of_tree(cache), *of_chains(host.nodes), *_of_host(host), *_of_loads(host)]
     if violations:
-        raise IntegrityError(violations)
+        raise IntegrityError("; ".join(violations))
 
 
 def nodes_of(cache: ChunkRadixCache) -> Iterator[TreeNode]:

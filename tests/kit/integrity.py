@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from radix_ext import ChainId, ChainNode, ChunkPrefixTree, IntegrityError, Tier, extend_chain
 from radix_ext.chain_node import PLAN_BITS, PLAN_MASK
 from radix_ext.chunk import root_chain
 from radix_ext.chunk_trie import ChunkTrie
+from radix_ext.exact_chains import ExactChains
 from radix_ext.holdings import Holdings
 from radix_ext.variant_index import VariantIndex
 from radix_ext.variants import HeldVariants
@@ -104,7 +105,7 @@ def violations_of(host: HostTier) -> Iterator[str]:
 
 def _raise_any(violations: list[str]) -> None:
     if violations:
-        raise IntegrityError(violations)
+        raise IntegrityError("; ".join(violations))
 
 
 def _of_trie(trie: ChunkTrie) -> Iterator[str]:
@@ -147,12 +148,43 @@ def _of_node(node: ChainNode, parent: ChainNode) -> Iterator[str]:
             )
 
 
+def of_chains(nodes: ExactChains[Any, Any]) -> Iterator[str]:
+    """What is wrong of what radix_ext/exact_chains.py promises."""
+    index, book = nodes.index, nodes._slots
+    children = {(host.above, key) for key, host in nodes._nodes.items() if host.before is not None}
+    if {(above, key) for above, keys in nodes._below.items() for key in keys} != children:
+        yield "host nodes have other children than were booked"
+    for key, host in nodes._nodes.items():
+        if host.chain_key != key:
+            yield f"host node {key!r} has another chain key"
+        if host.chain is not None and not host.is_here:
+            yield f"host node {key!r} is known before it is here"
+        if (index.get(host.identity, host.head, host.prefix) is host) != host.is_here:
+            yield f"host node {key!r} is in the index although it is not here, or not"
+    blobs = {each.blob for each in index.held} | {host.blob for host in nodes._nodes.values()}
+    if not blobs <= book.out or any(blob.is_given_back for blob in blobs):
+        yield "slots on the host are read that were given back"
+    if not all(blob.is_held for blob in book.out if blob.is_given_back):
+        yield "slots on the host are kept for nobody"
+    num_held = sum(blob.num_tokens for blob in book.out if blob.is_held)
+    if num_held != book.num_held:
+        yield f"{num_held} slots on the host are held, {book.num_held} were counted"
+    num_booked = sum(blob.num_tokens for blob in book.out)
+    if num_booked != (num_out := nodes.pool.num_slots - nodes.pool.num_free):
+        yield f"{num_booked} slots on the host are booked, {num_out} are given out"
+
+
+def newest_first(tree: ChunkPrefixTree) -> list[ChainNode]:
+    """In the order of use."""
+    return [*tree._lru.oldest_first()][::-1]
+
+
 def num_plans(node: ChainNode, rank: int) -> int:
     return node.plans >> PLAN_BITS * rank & PLAN_MASK
 
 
 def _of_order(tree: ChunkPrefixTree, nodes: tuple[ChainNode, ...]) -> Iterator[str]:
-    listed = {node.chain for node in tree._lru.newest_first()}
+    listed = {node.chain for node in tree._lru.oldest_first()}
     if listed != {node.chain for node in nodes}:
         yield f"{len(nodes)} nodes are indexed but {len(listed)} are in the order of use"
 
@@ -165,7 +197,8 @@ def _of_holdings(holdings: Holdings, nodes: tuple[ChainNode, ...]) -> Iterator[s
             tallies[rank, tier][0] += 1
             tallies[rank, tier][1] += node.num_tokens
             digests[rank] = digests.get(rank, 0) ^ node.chain
-    counted = {key: held for key, held in holdings._held.items() if held[0] or held[1]}
+    keys = holdings._num_nodes.keys() | holdings._num_tokens.keys()
+    counted = {key: [*held] for key in keys if any(held := holdings.held(*key))}
     if tallies != counted:
         yield f"held nodes and tokens are {dict(tallies)} but were counted as {counted}"
     for rank, digest in holdings._digests.items():

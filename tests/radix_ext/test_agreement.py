@@ -94,21 +94,6 @@ def test_positions_are_averaged() -> None:
     assert found.kl == pytest.approx(kl([0.9, 0.1], [0.1, 0.9]) / 4)
 
 
-@pytest.mark.parametrize(
-    ("exact", "moved", "temperature", "message"),
-    [
-        *(([SAME], [SAME], temperature, "temperature") for temperature in (0, -1, 1.01, math.nan)),
-        ([], [], 1, "as many of both"),
-        ([SAME], [SAME, SAME], 1, "as many of both"),
-    ],
-)
-def test_mistakes_are_refused(
-    exact: list[Row], moved: list[Row], temperature: float, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        compare(exact, moved, temperature=temperature)
-
-
 @pytest.mark.parametrize("temperature", [1.0, 0.8, 0.6])
 def test_lists_tell_much_of_a_vocabulary(temperature: float) -> None:
     """20 and 5 of 1,000 tokens: a third of the divergence at least, and not more than there is."""

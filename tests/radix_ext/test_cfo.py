@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from radix_ext.cfo import (
     Attention,
-    adjusted_overlap,
     cfo,
     context_impact,
     fix_overhead,
@@ -56,7 +55,10 @@ def test_prefix_overlap_refuses_scores_of_another_prefix() -> None:
 
 
 def test_adjusted_overlap_by_hand() -> None:
-    assert adjusted_overlap(ids("pqrs"), (1, 2, 4, 1), ids("prq")) == pytest.approx(7 / 8 * 2 / 3)
+    """Eq. 8, which is what is left of CCI."""
+    scores = make_sums([1, 2, 4, 1], [1] * 4, intra=1, num_tokens=4)
+    overlap = 1 - fix_overhead(ids("pqrs"), scores, ids("prq")) / context_impact(scores)
+    assert overlap == pytest.approx(7 / 8 * 2 / 3)
 
 
 def test_densities_by_hand() -> None:

@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 )
 
 from radix_ext import Chunk, ChunkId, ChunkPrefixTree, Plan, Tier
-from tests.kit.integrity import check_tree, num_plans
+from tests.kit.integrity import check_tree, newest_first, num_plans
 from tests.reference.chains import chain_of
 from tests.reference.naive_tree import NaiveTree
 
@@ -77,11 +77,11 @@ class TreeMachine(RuleBasedStateMachine):
         run: int,
     ) -> None:
         chain = chain_of(namespace, ids_of(base))
-        used = [node.chain for node in self.tree._lru.newest_first()]
+        used = [node.chain for node in newest_first(self.tree)]
         node = self.tree.extend(chain, chunks, rank=rank, tier=tier, promoted_len=run)
         path = [] if node is None else [each.chain for each in node.path()]
         wanted = [*path, *(each for each in used if each not in path)]
-        assert [each.chain for each in self.tree._lru.newest_first()] == wanted
+        assert [each.chain for each in newest_first(self.tree)] == wanted
         known = self.naive.nodes.get((namespace, tuple(ids_of(base))))
         assert (node is not None) == (known is not None and rank in known.tiers)
         if node is not None:

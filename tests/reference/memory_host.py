@@ -52,9 +52,6 @@ class MemoryHost:
     def close(self) -> None:
         self.clear()
 
-    def follow(self) -> None:
-        """There are no streams."""
-
     def fence(self) -> Callable[[], None]:
         return lambda: None
 

@@ -75,16 +75,6 @@ def test_cut_and_slice_keep_whole_chunks_and_namespace() -> None:
     assert (list(KEY[:4].token_ids), KEY[:4].spans) == ([9, 9, 1, 2], ())
 
 
-def test_index_is_that_of_sglangs_key() -> None:
-    """IndexError, not an empty key."""
-    assert list(KEY[-1].token_ids) == [8]
-    for index in (8, 100, -9):
-        with pytest.raises(IndexError):
-            KEY[index]
-    with pytest.raises(ValueError, match="step"):
-        KEY[::2]
-
-
 CHUNK = make_key([1, 2, 3], (0, 3))
 
 

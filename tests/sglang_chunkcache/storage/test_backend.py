@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -146,6 +147,12 @@ def test_default_is_a_share_of_what_can_be_had(tmp_path: Path) -> None:
     free = os.statvfs(tmp_path).f_bavail * os.statvfs(tmp_path).f_frsize
     assert room_in(tmp_path, 0) == pytest.approx(free / 4, rel=0.05)
     assert room_in(tmp_path, free) == pytest.approx(free / 2, rel=0.05)
+
+
+def test_full_disk_holds_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server starts on it all the same: an index of no bytes would be refused."""
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=0))
+    assert opening.create_index(config(), room_in(tmp_path, 0)).stats().num_bytes == 0
 
 
 def test_start_believes_what_it_finds(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 pytest.importorskip("msgspec")
 
 
-from sglang_chunkcache.storage.manifest import UNKNOWN, InUseError, Manifest, Row
+from sglang_chunkcache.storage.manifest import InUseError, Manifest, Row
 from tests.examples import examples
 from tests.kit.storages import make_row
 
@@ -38,35 +38,6 @@ def test_row_is_there_after_a_kill(tmp_path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     os.waitpid(child, 0)
     assert reopened(tmp_path) == [make_row()]
-
-
-def test_rows_without_chains_are_read(tmp_path: Path) -> None:
-    """Of schema 3, in which chains were other chunks."""
-    manifest = Manifest(tmp_path)
-    manifest.put(make_row())
-    manifest.close()
-    with closing(sqlite3.connect(tmp_path / "manifest.sqlite")) as database, database:
-        database.execute("ALTER TABLE entries DROP COLUMN exact")
-        database.execute("PRAGMA user_version = 3")
-    assert reopened(tmp_path) == [make_row()]
-    assert reopened(tmp_path) == [make_row()]
-
-
-def test_rows_of_the_first_version_are_read(tmp_path: Path) -> None:
-    """Where they stood nobody knows, and all are as old as an empty storage."""
-    row = make_row()
-    manifest = Manifest(tmp_path)
-    manifest.put(row)
-    manifest.close()
-    with closing(sqlite3.connect(tmp_path / "manifest.sqlite")) as database, database:
-        for column in ("start", "exact"):
-            database.execute(f"ALTER TABLE entries DROP COLUMN {column}")
-        database.execute("ALTER TABLE entries RENAME COLUMN priority TO reuse")
-        database.execute("UPDATE entries SET reuse = 7.5, num_uses = 3")
-        database.execute("PRAGMA user_version = 1")
-    expected = [row._replace(start=UNKNOWN, priority=0.0, num_uses=3)]
-    assert reopened(tmp_path) == expected
-    assert reopened(tmp_path) == expected
 
 
 def test_folder_has_one_process(tmp_path: Path) -> None:
