@@ -95,7 +95,7 @@ class Bookkeeper:
             max_tenants=self._config.max_tenants,
             max_entries=self._config.max_access_entries,
         )
-        self.reasons = Reasons(self._config, self.tree, self.tables, clock=self._clock)
+        self.reasons = Reasons(self._config, self.tree, self.tables)
         self.conversations = Conversations(self._config, clock=self._clock)
 
     @contextmanager
@@ -226,7 +226,6 @@ class Bookkeeper:
         # nobody has asked for these chunks: counted, they would be promoted
         if draft.is_preprocessing:
             return
-        self.reasons.count(draft.identity)
         self.tables.observe(draft.identity.tenant, list(draft.labels))
         for kind, amount in (
             ("retrieved", len(draft.labels)),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +39,7 @@ class Parts:
         # what these ask for is there once SGLang is up
         self.guard = Guard(lambda: self.limits, lambda: self.bookkeeper.metrics)
         self.readiness = Readiness(lambda: self.manager)
-        self.misplaced = Misplaced(lambda: self.bookkeeper.metrics, clock=time.monotonic)
+        self.misplaced = Misplaced(lambda: self.bookkeeper.metrics)
 
     @cached_property
     def manager(self) -> Any:

@@ -60,7 +60,6 @@ class Routes:
             ("GET", "/chunkcache/stats", self.chunkcache_stats),
             ("GET", "/chunkcache/tree", self.chunkcache_tree),
             ("POST", "/chunkcache/forget", self.chunkcache_forget),
-            ("GET", "/chunkcache/hints", self.chunkcache_hints),
             ("POST", "/chunkcache/explain", self.chunkcache_explain),
             ("POST", "/chunkcache/preprocess", self.chunkcache_preprocess),
             ("POST", "/chunkcache/clear_store", self.chunkcache_clear_store),
@@ -125,11 +124,6 @@ class Routes:
         `/flush_cache` empties the cache, `clear_store` the store."""
         self._parts.bookkeeper.forget()
         return ORJSONResponse({"forgotten": ["table", "conversations"]})
-
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
-    async def chunkcache_hints(self) -> Any:
-        """What of the traffic keeps chunks from being found, over all tenants."""
-        return ORJSONResponse(self._parts.bookkeeper.reasons.hints())
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
     async def chunkcache_explain(self, raw_request: Request) -> Any:

@@ -180,7 +180,7 @@ def call() -> Iterator[MakeServer]:
 
 
 def test_other_tenants_business_asks_for_the_admin_level() -> None:
-    admins: list[Any] = [explain, preprocess, clear_store, Routes.chunkcache_hints]
+    admins: list[Any] = [explain, preprocess, clear_store]
     assert {each._auth_level for each in admins} == {AuthLevel.ADMIN_OPTIONAL}
 
 
