@@ -23,12 +23,13 @@ from msgspec import structs
 from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware
 
 from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.errors import ChunkCacheError
 from sglang_chunkcache.front import preprocessing
 from sglang_chunkcache.front.engine import Engine
 from sglang_chunkcache.front.guard.lethal import Limits
 from sglang_chunkcache.front.guard.sampling import SamplingCheck
 from sglang_chunkcache.front.parts import Parts
-from sglang_chunkcache.front.routes import Routes
+from sglang_chunkcache.front.routes import Routes, refused
 from sglang_chunkcache.front.search import RagSearch
 from sglang_chunkcache.wire.events import Batch
 from sglang_chunkcache.wire.message import decode, encode
@@ -159,7 +160,11 @@ def call() -> Iterator[MakeServer]:
             )
 
             async def answered() -> tuple[int, Any]:
-                answer: Any = await endpoint(routes, *([] if body is None else [raw_request]))
+                answer: Any
+                try:
+                    answer = await endpoint(routes, *([] if body is None else [raw_request]))
+                except ChunkCacheError as error:
+                    answer = await refused(raw_request, error)  # type: ignore[arg-type]
                 if answer.background is not None:
                     await answer.background()
                 for _ in range(10):  # what it has started, and not waited for
