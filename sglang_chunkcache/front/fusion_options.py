@@ -1,5 +1,4 @@
-"""From a client's options for moved KV to what the scheduler is told: defaults, the recipe, and
-which chunks go into the store.
+"""From a client's options for moved KV to what the scheduler is told: defaults and the recipe.
 
     recipe   query/0.15/alpha=-/focus=off/question=9f86d081884c7d65
              the policy                           only where the choice of tokens depends on it
@@ -17,7 +16,7 @@ from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from radix_ext import AccessTable, FusionRequest, Need, Span
+from radix_ext import FusionRequest, Need
 from radix_ext.fusion_request import NEEDS, QUESTION, Focus
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
@@ -155,13 +154,3 @@ def recipe_of(fusion: FusionRequest, question: Sequence[int], earlier: str = "")
     if not fusion.asks_the_question:
         return policy
     return f"{policy}{QUESTION}{blake2b(array('i', question), digest_size=8).hexdigest()}"
-
-
-def spans_to_keep(
-    config: ChunkCacheConfig, table: AccessTable, spans: Sequence[Span]
-) -> frozenset[int]:
-    """Indices of the spans whose chunks are asked for often enough to be worth host memory;
-    none without `--reuse fused`."""
-    if config.reuse != "fused":
-        return frozenset()
-    return table.frequent((span.chunk for span in spans), config.store_threshold)

@@ -251,6 +251,8 @@ def test_chunks_over_the_threshold_are_kept() -> None:
     assert told(talk.turn("one", A, B)).keep == frozenset()
     assert told(talk.bench.reply(talk.bench.ask("x", C, B))).keep == {1}
     assert told(talk.turn("two", C)).keep == {1, 2}
+    exact = Bench(store_threshold=1)
+    assert told(exact.ask("x", A)).keep == frozenset(), "without --reuse fused"
 
 
 # What its report becomes

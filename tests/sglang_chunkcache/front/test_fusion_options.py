@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from radix_ext import AccessTable, ChunkId, FusionRequest, Span
+from radix_ext import FusionRequest
 from radix_ext.fusion_request import Focus
 from sglang_chunkcache.config import SELECTORS, ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
@@ -15,7 +15,6 @@ from sglang_chunkcache.front.fusion_options import (
     check_fused,
     fused_request,
     recipe_of,
-    spans_to_keep,
 )
 
 FUSED = ChunkCacheConfig(reuse="fused", selector="first", recompute_ratio=0.3, store_threshold=2)
@@ -100,17 +99,3 @@ def test_earlier_recipe_of_another_policy_is_not_kept() -> None:
         theirs = recipe_of(other, (9,))
         assert recipe_of(other, (9,), earlier) == theirs
         assert recipe_of(base, (9,), theirs) != theirs
-
-
-# What is kept
-
-
-def test_chunks_asked_for_often_are_kept() -> None:
-    """At the threshold, wherever they stand in the prompt."""
-    table = AccessTable(10)
-    for ids in ("ab", "ac", "a"):
-        table.observe(map(ChunkId, ids))
-    spans = [Span(i, i + 1, ChunkId(name)) for i, name in enumerate("cab")]
-    assert spans_to_keep(FUSED, table, spans) == {1}
-    assert spans_to_keep(replace(FUSED, store_threshold=1), table, spans) == {0, 1, 2}
-    assert spans_to_keep(replace(FUSED, reuse="exact"), table, spans) == frozenset()
