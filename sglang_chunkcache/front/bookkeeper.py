@@ -309,7 +309,7 @@ class Bookkeeper:
             for source in rag.report.sources:
                 self.metrics.count("sources", source.where)
             for phase, milliseconds in rag.report.ms.items():
-                self.metrics.observe_phase(phase, milliseconds / 1000)
+                self.metrics.observe("reuse_seconds", phase, milliseconds / 1000)
         elif fusion is None or is_plain:  # else what SGLang counts as cached may be moved KV
             rag.known = {"exact": cached, "relocated": 0, "recomputed": 0}
         if rag.known is not None:

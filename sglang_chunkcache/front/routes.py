@@ -55,9 +55,6 @@ class Routes:
             ("GET", "/rag/v1/models", http_server.available_models),
             # a path, since hub names have a slash
             ("GET", "/rag/v1/models/{model:path}", http_server.retrieve_model),
-            ("POST", "/rag/v1/completions", elsewhere),
-            ("POST", "/rag/v1/embeddings", elsewhere),
-            ("POST", "/rag/v1/responses", elsewhere),
             ("POST", "/chunkcache/prefetch", self.chunkcache_prefetch),
             ("GET", "/chunkcache/stats", self.chunkcache_stats),
             ("GET", "/chunkcache/tree", self.chunkcache_tree),
@@ -160,17 +157,6 @@ class Routes:
             outcome = "unsearched" if isinstance(error, SearchFailedError) else "refused"
             self._parts.bookkeeper.metrics.count("requests", outcome)
             raise
-
-
-async def elsewhere(raw_request: Request) -> ORJSONResponse:
-    """What of OpenAI's is SGLang's alone."""
-    path = raw_request.url.path
-    sglangs = path.removeprefix("/rag")
-    message = (
-        f"{path} does not exist: use {sglangs}, or /rag/v1/chat/completions for retrieved chunks"
-    )
-    kind = {"type": "invalid_request_error", "param": None, "code": "unknown_url"}
-    return ORJSONResponse({"error": {"message": message, **kind}}, status_code=404)
 
 
 async def refused(raw_request: Request, error: Exception) -> ORJSONResponse:

@@ -7,7 +7,7 @@ import asyncio
 import json
 from array import array
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -119,10 +119,9 @@ MakeServer = Callable[..., tuple[Bench, Manager, Send]]
 
 
 @pytest.fixture
-def call() -> Iterator[MakeServer]:
+def call() -> MakeServer:
     """(bench, manager, how to call an endpoint with a body) for a server of these settings,
     with a retriever or none."""
-    searches: list[RagSearch] = []
 
     async def served(*request: Any) -> ORJSONResponse:
         return ORJSONResponse({}, background=BackgroundTasks())  # as SGLang's answers have them
@@ -130,7 +129,6 @@ def call() -> Iterator[MakeServer]:
     def make(retriever: FakeRetriever | None = None, **knobs: Any) -> tuple[Bench, Manager, Send]:
         bench = Bench(**knobs, retrieve_refresh_s=0.0)
         search = RagSearch(retriever, bench.config, bench.bookkeeper.metrics) if retriever else None  # type: ignore[arg-type]
-        searches.extend([search] if search else [])
         manager = Manager(bench)
         serving = SimpleNamespace(
             check=lambda request: None,
@@ -179,9 +177,7 @@ def call() -> Iterator[MakeServer]:
 
         return bench, manager, send
 
-    yield make
-    for search in searches:
-        search.close()
+    return make
 
 
 def test_other_tenants_business_asks_for_the_admin_level() -> None:
