@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang.srt.environ import envs
 
@@ -30,9 +30,6 @@ from radix_ext.agreement import Row, Tally, compare
 from radix_ext.fusion_request import AskedRatio
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
 from sglang_chunkcache.front.request import Planned, RagRequest
-
-if TYPE_CHECKING:
-    from sglang_chunkcache.front.engine import Engine
 
 logger = logging.getLogger(__name__)
 
@@ -160,12 +157,12 @@ class Listener:
 
 
 class Auditor:
-    """Of one front. `clock` is in seconds."""
+    """Of one front. `engine`: that of `engine.py`, which makes this. `clock` is in seconds."""
 
     def __init__(
         self,
         bookkeeper: Bookkeeper,
-        engine: Engine,
+        engine: Any,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -175,18 +172,13 @@ class Auditor:
         self._tallies: dict[tuple[str, AskedRatio, str], Tally] = {}
         self._has_failed = False
 
-    def listen(
-        self, rag: RagRequest, obj: Any, preferred: Mapping[str, Any] | None = None
-    ) -> Listener | None:
-        """Prepare SGLang's request `obj` if `rag` was drawn. None: it is not audited.
-
-        Args:
-            preferred: sampling parameters that the server adds.
-        """
+    def listen(self, rag: RagRequest, obj: Any) -> Listener | None:
+        """Prepare SGLang's request `obj` if `rag` was drawn. None: it is not audited."""
         terms = rag.planned.terms
         if terms is None or not terms.is_sampled:
             return None
-        params = {**(preferred or {}), **obj.sampling_params}
+        # SGLang's tokenizer manager adds those that the server prefers
+        params = {**(self._engine.preferred_sampling_params or {}), **obj.sampling_params}
         temperature = _temperature(params)
         if params.get("n", 1) != 1 or (params.get("beam_width") or 1) != 1:
             self._skip(Skip.SEVERAL)

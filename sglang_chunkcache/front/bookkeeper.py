@@ -22,7 +22,7 @@ from radix_ext.audit import Audit, AuditDecision, AuditState, Change
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.front.conversations import Conversations
 from sglang_chunkcache.front.event_mirror import EventMirror
-from sglang_chunkcache.front.fusion_options import fused_request
+from sglang_chunkcache.front.fusion_options import ReuseIn, fused_request
 from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.front.reasons import Reasons, counts, fallbacks, missed
@@ -79,7 +79,7 @@ class Bookkeeper:
                 pause=config.audit_pause,
                 # a secret, so that no client can tell which of its requests are audited
                 seed=config.secret,
-                server=fused_request(config),
+                server=fused_request(config, ReuseIn(mode="fused")),
                 max_tenants=config.max_tenants,
             )
             if config.reuse == "fused" and config.audit_share

@@ -69,9 +69,7 @@ class Engine:
         incremental = bool(obj.stream and self._manager.incremental_streaming_output)
         whole = []
         with self._bookkeeper.begin(rag), ExitStack() as over:
-            listener = self.auditor.listen(
-                rag, obj, getattr(self._manager, "preferred_sampling_params", None)
-            )
+            listener = self.auditor.listen(rag, obj)
             if listener is not None:
                 # A request that is given up is over, too.
                 over.callback(self.auditor.finish, rag, listener)

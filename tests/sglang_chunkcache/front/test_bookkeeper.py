@@ -14,7 +14,7 @@ from radix_ext import FusionRequest
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front import bookkeeper
 from sglang_chunkcache.front.answer import explained
-from sglang_chunkcache.front.fusion_options import fused_request
+from sglang_chunkcache.front.fusion_options import ReuseIn, fused_request
 from sglang_chunkcache.front.request import Passage
 from sglang_chunkcache.wire.events import Acknowledgement
 from sglang_chunkcache.wire.message import decode
@@ -157,7 +157,7 @@ FUSED: dict[str, Any] = {"reuse": "fused", "store_threshold": 2}
 
 def fused(bench: Bench, **wish: Any) -> FusionRequest:
     """A client's wish, defaults filled in."""
-    return fused_request(bench.config, **wish)
+    return fused_request(bench.config, ReuseIn(mode="fused", **wish))
 
 
 def fused_turn(talk: Talk, text: str, *chunks: Passage, **wish: Any) -> FusionRequest:
