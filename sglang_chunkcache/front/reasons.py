@@ -132,9 +132,7 @@ class Reasons:
             )
         if path:
             self._heads.note(tenant, planned.namespace, draft.head, draft.outline)
-        if planned.expected is None:
-            return
-        if len(planned.area) < len(planned.spans):
+        if planned.expected is not None and len(planned.area) < len(planned.spans):
             new = set(range(len(planned.area), len(planned.spans)))
             if rag.missed is not None:  # what was found has been noted
                 new &= {i for each in rag.missed for i in each.spans}

@@ -20,11 +20,13 @@ import openai
 from fastapi import BackgroundTasks, FastAPI
 from fastapi.responses import ORJSONResponse
 from msgspec import structs
+from sglang.srt.entrypoints import http_server
 from sglang.srt.utils.auth import AuthLevel, add_api_key_middleware
 
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import ChunkCacheError
 from sglang_chunkcache.front import preprocessing
+from sglang_chunkcache.front.app import install
 from sglang_chunkcache.front.engine import Engine
 from sglang_chunkcache.front.guard.lethal import Limits
 from sglang_chunkcache.front.guard.sampling import SamplingCheck
@@ -211,6 +213,21 @@ def test_openai_client_with_a_wrong_key_is_refused(key: str, status: int) -> Non
         return found
 
     assert asyncio.run(statuses()) == {status}
+
+
+def test_refusal_has_sglangs_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The app answers it, whichever endpoint raises it."""
+    monkeypatch.setattr(http_server, "app", FastAPI())
+    parts = install(ChunkCacheConfig())
+    vars(parts)["manager"] = SimpleNamespace(gracefully_exit=False)
+
+    async def post(path: str) -> Any:
+        transport = httpx.ASGITransport(http_server.app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://x") as client:
+            return await client.post(path, json={})
+
+    answer = asyncio.run(post("/chunkcache/calibrate"))
+    assert (answer.status_code, answer.json()["param"]) == (400, "calibrate")
 
 
 # Explain
