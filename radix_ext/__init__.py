@@ -25,9 +25,7 @@ from radix_ext.conversation import (
     ConversationMap,
     Home,
     Turn,
-    keep_recent,
     running_hashes,
-    shown,
 )
 from radix_ext.errors import (
     CallerError,
@@ -101,12 +99,10 @@ __all__ = [
     "fused_chunk",
     "held_history",
     "is_fused_chunk",
-    "keep_recent",
     "leading_area",
     "order_chunks",
     "root_chain",
     "running_hashes",
-    "shown",
     "snapshot",
     "text_before",
 ]

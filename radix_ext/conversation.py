@@ -20,12 +20,10 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 from radix_ext.chunk import ChunkId, Span
-from radix_ext.errors import MessageError, check_at_least, check_choice
-
-ShownPolicy = Literal["kept", "paper"]
+from radix_ext.errors import MessageError, check_at_least
 
 _IDS_PER_TURN = 230  # a turn and its places in the map are about 920 bytes besides its tokens
 _IDS_PER_SPAN = 40  # a span is about 160 bytes, an id 4
@@ -308,25 +306,3 @@ def running_hashes(messages: Sequence[Mapping[str, object]], *, after: str = "")
         running = blake2b(running + text.encode(), digest_size=16).digest()
         hashes.append(running.hex())
     return tuple(hashes)
-
-
-def keep_recent(turns: Sequence[Turn], num_tokens_budget: int) -> tuple[Turn, ...]:
-    """The last turns that fit the budget, maybe none (CRAFT 4.3 says why that is safe)."""
-    num_tokens, first = 0, len(turns)
-    while first and num_tokens + turns[first - 1].num_tokens <= num_tokens_budget:
-        first -= 1
-        num_tokens += turns[first].num_tokens
-    return tuple(turns[first:])
-
-
-def shown(turns: Sequence[Turn], policy: ShownPolicy) -> frozenset[ChunkId]:
-    """The chunks a next turn need not send again: `kept` those in these turns, `paper` also those
-    of departed turns.
-
-    Raises:
-        PolicyError: unknown policy.
-    """
-    check_choice("policy", policy, get_args(ShownPolicy))
-    if policy == "paper":
-        return turns[-1].seen if turns else frozenset()
-    return frozenset[ChunkId]().union(*(turn.chunks for turn in turns))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from sglang.srt.entrypoints import http_server
 
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.errors import RequestError
+from sglang_chunkcache.errors import ChunkCacheError
 from sglang_chunkcache.front.drain import Drain
 from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.routes import Routes, refused
@@ -22,8 +22,7 @@ def install(config: ChunkCacheConfig) -> Parts:
     for method, path, handler in Routes(parts).table():
         # Not include_router: it hides the endpoints from SGLang's auth levels.
         http_server.app.add_api_route(path, handler, methods=[method])
-    # the guard's, where an endpoint does not catch it
-    http_server.app.add_exception_handler(RequestError, refused)
+    http_server.app.add_exception_handler(ChunkCacheError, refused)
     return parts
 
 

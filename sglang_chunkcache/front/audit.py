@@ -9,8 +9,8 @@ tokens.
     compare    agreement and KL are counted by who chose, ratio and tenant, and tell
                `radix_ext.audit` what they decide
 
-One check at a time, the oldest first. One that could not be sent for MAX_WAIT_S is dropped. Every
-request that was drawn and not compared is counted by its reason.
+One check at a time, the oldest first if its rank has room. One that could not be sent for
+MAX_WAIT_S is dropped. Every request that was drawn and not compared is counted by its reason.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any, Protocol
+from typing import Any
 
 from sglang.srt.environ import envs
 
@@ -91,7 +91,7 @@ class Skip(StrEnum):
     FAILED = "failed"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
 class Check:
     """An answer to compare."""
 
@@ -111,17 +111,6 @@ class Check:
     epoch: int
     """Of the rank's cache."""
     since: float
-
-
-class Prefills(Protocol):
-    """The engine, which makes the audit and so cannot be imported here."""
-
-    @property
-    def max_prompt_len(self) -> int: ...
-
-    async def has_room(self, rank: int, num_tokens: int) -> bool: ...
-
-    async def prefill(self, check: Check, *, top: int) -> Mapping[str, Any]: ...
 
 
 @dataclass(slots=True)
@@ -168,12 +157,12 @@ class Listener:
 
 
 class Auditor:
-    """Of one front. `clock` is in seconds."""
+    """Of one front. `engine`: that of `engine.py`, which makes this. `clock` is in seconds."""
 
     def __init__(
         self,
         bookkeeper: Bookkeeper,
-        engine: Prefills,
+        engine: Any,
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -183,18 +172,13 @@ class Auditor:
         self._tallies: dict[tuple[str, AskedRatio, str], Tally] = {}
         self._has_failed = False
 
-    def listen(
-        self, rag: RagRequest, obj: Any, preferred: Mapping[str, Any] | None = None
-    ) -> Listener | None:
-        """Prepare SGLang's request `obj` if `rag` was drawn. None: it is not audited.
-
-        Args:
-            preferred: sampling parameters that the server adds.
-        """
+    def listen(self, rag: RagRequest, obj: Any) -> Listener | None:
+        """Prepare SGLang's request `obj` if `rag` was drawn. None: it is not audited."""
         terms = rag.planned.terms
         if terms is None or not terms.is_sampled:
             return None
-        params = {**(preferred or {}), **obj.sampling_params}
+        # SGLang's tokenizer manager adds those that the server prefers
+        params = {**(self._engine.preferred_sampling_params or {}), **obj.sampling_params}
         temperature = _temperature(params)
         if params.get("n", 1) != 1 or (params.get("beam_width") or 1) != 1:
             self._skip(Skip.SEVERAL)
@@ -283,19 +267,17 @@ class Auditor:
     async def _work(self) -> None:
         """Send what waits, until nothing does."""
         while self._waiting:
-            # In order of `since`: if the first is not late, none is.
-            if self._clock() - self._waiting[0].since > MAX_WAIT_S:
+            check = self._waiting[0]
+            if self._clock() - check.since > MAX_WAIT_S:
                 self._waiting.popleft()
                 self._skip(Skip.LATE)
                 continue
-            # dropped where asking for room fails, else this would ask again for ever
-            check = self._waiting[0]
             try:
-                found = await self._first_with_room()
-                if found is None:
+                if not await self._engine.has_room(check.rank, len(check.input_ids)):
+                    # a rank that is busy holds up the checks of no other
+                    self._waiting.rotate(-1)
                     await asyncio.sleep(POLL_S)
                     continue
-                check = found
                 if check.epoch == self._epoch(check.rank):
                     output = await self._engine.prefill(check, top=EXACT_BEST)
                     self._conclude(check, _exact_rows(output, len(check.rows)))
@@ -308,20 +290,8 @@ class Auditor:
                         "chunk cache: an audit failed (further ones are counted)", exc_info=True
                     )
                 self._has_failed = True
-            # Only now: a check under way counts in MAX_WAITING. By identity (eq=False), else checks
-            # would be compared token by token.
-            self._waiting.remove(check)
-
-    async def _first_with_room(self) -> Check | None:
-        """The oldest check of a rank where nothing waits."""
-        oldest = dict[int, Check]()
-        for check in self._waiting:
-            # A rank that is busy holds up the checks of no other.
-            oldest.setdefault(check.rank, check)
-        for rank, check in oldest.items():
-            if await self._engine.has_room(rank, len(check.input_ids)):
-                return check
-        return None
+            # Only now: a check under way counts in MAX_WAITING. Others are put behind it.
+            self._waiting.popleft()
 
     def _conclude(self, check: Check, exact: Sequence[Row]) -> None:
         found = compare(exact, check.rows, temperature=check.temperature)

@@ -15,9 +15,8 @@ from pydantic import (
 )
 
 from radix_ext import FusionRequest
-from radix_ext.fusion_request import Focus
-from sglang_chunkcache.config import MAX_ALPHA, MAX_FIRST_TOKENS, MAX_LAYERS, ChunkCacheConfig
-from sglang_chunkcache.front.fusion_options import fused_request, needs_of
+from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.front.fusion_options import ReuseIn, fused_request, needs_of
 
 MAX_ID_CHARS = 256
 """Conversation ids and chunk labels; they are kept, so they are bounded."""
@@ -42,9 +41,6 @@ def bounded(name: str) -> str:
 
 
 Name = Annotated[StrictStr, AfterValidator(bounded)]
-# strict: true would be 1, and "0.5" a number
-Share = Annotated[float, Field(ge=0, le=1, strict=True)]
-NumLayers = Annotated[int, Field(ge=1, le=MAX_LAYERS, strict=True)]
 
 
 class ChunkIn(BaseModel, extra="ignore"):
@@ -53,21 +49,6 @@ class ChunkIn(BaseModel, extra="ignore"):
     # passages of /rag/v1/retrieve may be sent as they are, with score and title
     text: str
     id: Name | StrictInt | None = None
-
-
-class ReuseIn(BaseModel, extra="forbid", allow_inf_nan=False):
-    """What a request may ask of moved KV; what is left out is the server's default."""
-
-    mode: Literal["exact", "fused"]
-    selector: str | None = None
-    ratio: Share | Literal["auto"] | None = None
-    quality: Share | None = None
-    alpha: float | None = Field(default=None, ge=0, le=MAX_ALPHA, strict=True)
-    tokens: int | None = Field(default=None, ge=0, le=MAX_FIRST_TOKENS, strict=True)
-    focus: Focus | None = None
-    depth: NumLayers | Literal["calibrated"] | None = None
-    layers: NumLayers | Literal["last", "calibrated"] | None = None
-    move: Literal["pays", "always"] | None = None
 
 
 def _named_mode(value: Any) -> Any:
@@ -92,7 +73,7 @@ class ReuseFields(BaseModel):
         needs_of(config, self.reuse.selector)
         if self.reuse.mode == "exact" or config.is_stock:
             return None
-        return fused_request(config, **self.reuse.model_dump(exclude={"mode"}, exclude_none=True))
+        return fused_request(config, self.reuse)
 
     def is_denied(self, config: ChunkCacheConfig) -> bool:
         """Whether moved KV is asked for where the tree is SGLang's."""

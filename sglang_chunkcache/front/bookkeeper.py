@@ -22,7 +22,7 @@ from radix_ext.audit import Audit, AuditDecision, AuditState, Change
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.front.conversations import Conversations
 from sglang_chunkcache.front.event_mirror import EventMirror
-from sglang_chunkcache.front.fusion_options import fused_request, spans_to_keep
+from sglang_chunkcache.front.fusion_options import ReuseIn, fused_request
 from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.front.reasons import Reasons, counts, fallbacks, missed
@@ -79,7 +79,7 @@ class Bookkeeper:
                 pause=config.audit_pause,
                 # a secret, so that no client can tell which of its requests are audited
                 seed=config.secret,
-                server=fused_request(config),
+                server=fused_request(config, ReuseIn(mode="fused")),
                 max_tenants=config.max_tenants,
             )
             if config.reuse == "fused" and config.audit_share
@@ -95,7 +95,7 @@ class Bookkeeper:
             max_tenants=self._config.max_tenants,
             max_entries=self._config.max_access_entries,
         )
-        self.reasons = Reasons(self._config, self.tree, self.tables, clock=self._clock)
+        self.reasons = Reasons(self._config, self.tree, self.tables)
         self.conversations = Conversations(self._config, clock=self._clock)
 
     @contextmanager
@@ -130,7 +130,13 @@ class Bookkeeper:
         `is_counted`: its chunks have been; else as if they had."""
         fusion, is_preprocessing = planned.fusion, planned.draft.is_preprocessing
         table = self.tables.of(planned.draft.identity.tenant)
-        often = spans_to_keep(self._config, table, planned.spans)
+        keep = frozenset[int]()
+        if fusion is not None and is_preprocessing:
+            keep = fusion.fresh
+        elif self._config.reuse == "fused":
+            # chunks that are asked for often enough to be worth host memory
+            ids = (span.chunk for span in planned.spans)
+            keep = table.frequent(ids, self._config.store_threshold)
         area = (span.chunk for span in planned.area)
         # uncounted, each chunk is one access short of what its request would see
         threshold = self._config.promotion_threshold - (not is_counted)
@@ -139,7 +145,7 @@ class Bookkeeper:
             namespace=planned.namespace,
             promoted_len=table.promoted_run(area, threshold) if threshold else len(planned.area),
             ack=self.mirrors[planned.rank].acknowledgement,
-            keep=fusion.fresh if is_preprocessing and fusion else often,
+            keep=keep,
             is_preprocessing=is_preprocessing,
             fusion=fusion,
             is_later_turn=planned.draft.num_turns + planned.draft.num_rendered > 0,
@@ -226,7 +232,6 @@ class Bookkeeper:
         # nobody has asked for these chunks: counted, they would be promoted
         if draft.is_preprocessing:
             return
-        self.reasons.count(draft.identity)
         self.tables.observe(draft.identity.tenant, list(draft.labels))
         for kind, amount in (
             ("retrieved", len(draft.labels)),
@@ -304,7 +309,7 @@ class Bookkeeper:
             for source in rag.report.sources:
                 self.metrics.count("sources", source.where)
             for phase, milliseconds in rag.report.ms.items():
-                self.metrics.observe_phase(phase, milliseconds / 1000)
+                self.metrics.observe("reuse_seconds", phase, milliseconds / 1000)
         elif fusion is None or is_plain:  # else what SGLang counts as cached may be moved KV
             rag.known = {"exact": cached, "relocated": 0, "recomputed": 0}
         if rag.known is not None:

@@ -22,7 +22,7 @@ from sglang.srt.parser.hunyuan_reasoning import normalize_hunyuan_reasoning_effo
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.answer import answer
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
-from sglang_chunkcache.front.engine import Engine, hand_over
+from sglang_chunkcache.front.engine import Engine
 from sglang_chunkcache.front.request import Planned, RagRequest
 
 DONE = "data: [DONE]\n\n"
@@ -114,7 +114,8 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
     ) -> Any:
         """SGLang's response, with the `chunkcache` object in its answer."""
         rag = RagRequest(planned)
-        hand_over(raw_request, rag)
+        # SGLang's chat serving passes nothing else on to the engine
+        raw_request.state.chunkcache = rag
         # with ids SGLang's `_process_messages` renders nothing; tools make the grammar alone
         request.input_ids = planned.input_ids
         response = await self.handle_request(request, raw_request)
@@ -140,7 +141,7 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
         )
         if isinstance(response, ORJSONResponse):  # an error
             return response
-        rag: RagRequest = raw_request.state.chunkcache  # `hand_over` has put it there
+        rag: RagRequest = raw_request.state.chunkcache  # `serve` has put it there
         message = response.choices[0].message
         # Calls are no text, and their results are to come: a later request closes the turn.
         await self._finish(rag, message.content if not message.tool_calls else None)
@@ -153,7 +154,7 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
     ) -> AsyncGenerator[str, None]:
         """SGLang's events. Those from the first `finish_reason` on come without a pause: they are
         held until the last of them that has choices is known. It takes the `chunkcache` object."""
-        rag: RagRequest = raw_request.state.chunkcache  # `hand_over` has put it there
+        rag: RagRequest = raw_request.state.chunkcache  # `serve` has put it there
         content, plain = "", True
         held = list[tuple[str, dict[str, Any]]]()
         # A client that leaves closes this generator: the inner one would keep plan and load till

@@ -23,9 +23,7 @@ from radix_ext import (
     MessageError,
     Span,
     Turn,
-    keep_recent,
     running_hashes,
-    shown,
 )
 from sglang_chunkcache.errors import RequestError, TooLongError
 from sglang_chunkcache.front.prompt import (
@@ -133,7 +131,7 @@ class OpenTurn:
             num_messages=shown.num_messages + 1,
             messages_hash=whole_hash,
             body_ids=shown.body_ids + array("i", fitted.later(output_ids, content)),
-            seen=frozenset() if fitted.seen is None else fitted.seen | shown.chunks,
+            seen=fitted.seen | shown.chunks if fitted.prompt.dedup == "paper" else frozenset(),
             tag=tag,
             found_by=(*shown.found_by, *running_hashes([answer], after=claimed.said)),
         )
@@ -226,22 +224,21 @@ class ChatPrompt:
         ]
         turns, skipped = past.turns[num_departed:], max(0, num_departed - len(past.turns))
         is_paper = self.dedup == "paper"
-        shown_chunks = set(shown(past.turns, "paper") if is_paper else shown(turns, "kept"))
-        seen, unshown = frozenset(shown_chunks), dict[int, tuple[TokenizedChunk, ...]]()
+        # chunks of departed turns count as shown, as in the paper (CRAFT 4.3)
+        seen = past.turns[-1].seen if is_paper and past.turns else frozenset[ChunkId]()
+        shown = {*seen, *(chunk for turn in turns for chunk in turn.chunks)}
+        unshown = dict[int, tuple[TokenizedChunk, ...]]()
         # In the order of the messages: a chunk is shown with the first of them that has it.
         own = {turn_start(messages): tuple(self.chunks)}
         for i, each in sorted({**(past.chunks or {}), **own}.items()):
             ids = {item.chunk.id for item in each}
             if i >= bounds[skipped]:
                 unshown[i] = tuple(
-                    item
-                    for item in each
-                    if self.dedup == "off" or item.chunk.id not in shown_chunks
+                    item for item in each if self.dedup == "off" or item.chunk.id not in shown
                 )
-                shown_chunks |= ids
-            # chunks of departed turns count as shown, as in the paper
+                shown |= ids
             elif is_paper:
-                shown_chunks |= ids
+                shown |= ids
                 seen |= ids
         opening = messages[: num_opening(messages)]
         # messages that the template does not get, so that it shows the first of the others as such
@@ -261,7 +258,7 @@ class ChatPrompt:
         # without an exchange `bounds[-1]` is 0, and the opening would be there twice
         last = [*opening, *messages[max(bounds[-1], len(opening)) :]]
         stay = [one.moved(num_cut) for one in (exchanges if num_cut else exchanges[skipped:])]
-        return Fitted(self, turns, stay, unshown, seen if is_paper else None, last, num_departed)
+        return Fitted(self, turns, stay, unshown, seen, last, num_departed)
 
     def _first_lead(self, start: int, turn: Turn) -> tuple[int, ...]:
         """What a turn in store begins with when the messages before `start` have left: the head,
@@ -284,8 +281,8 @@ class Fitted:
         stored: earlier turns in store that stay.
         exchanges: those after them that stay, then the question's.
         unshown: chunks that are to be shown, by message.
-        seen: chunks of all earlier turns up to the exchanges. None where departed turns do not
-            matter: only `--chunkcache-dedup paper` reads them.
+        seen: chunks of all earlier turns up to the exchanges; none unless with
+            `--chunkcache-dedup paper`, which alone reads them.
         messages: the question's, behind the opening.
     """
 
@@ -295,7 +292,7 @@ class Fitted:
         stored: tuple[Turn, ...],
         exchanges: Sequence[Exchange],
         unshown: Mapping[int, tuple[TokenizedChunk, ...]],
-        seen: frozenset[ChunkId] | None,
+        seen: frozenset[ChunkId],
         messages: Sequence[Mapping[str, Any]],
         num_departed: int,
     ) -> None:
@@ -329,17 +326,13 @@ class Fitted:
     def num_fitting(self, room: int, *, with_lead: bool = False) -> int:
         """How many of the newest turns fit into that many tokens beside the question's. -1: not
         even that. `with_lead`: and beside what joins it to the turn before."""
-        fits, encode = -1, self.prompt.encode
+        fits = -1
         with suppress(TooLongError):
-            room -= self.own_len + (len(encode(self._open.lead)) if with_lead else 0)
-            for exchange in reversed(self._exchanges):
+            for length in self._lens(with_lead=with_lead):
+                room -= length
                 if room < 0:
-                    return fits
+                    break
                 fits += 1
-                pieces = self._pieces(exchange)
-                room -= len(encode(exchange.lead)) + sum(len(ids) for ids, _ in pieces)
-            if room >= 0:
-                return fits + 1 + len(keep_recent(self._stored, room))
         return fits
 
     @cached_property
@@ -349,8 +342,9 @@ class Fitted:
         for exchange in self._exchanges:
             lead = array("i", self._after(turns, exchange.lead))
             body, spans = joined((), self._pieces(exchange))
-            seen = None if seen is None else seen | {span.chunk for span in spans}
-            turn = Turn(exchange.num_messages, "", lead, body, spans, seen or frozenset())
+            if self.prompt.dedup == "paper":
+                seen |= {span.chunk for span in spans}
+            turn = Turn(exchange.num_messages, "", lead, body, spans, seen)
             if conversation:
                 claimed, question = conversation.claimed, exchange.areas[-1].message
                 kept = conversation.asked.get(question)
@@ -371,9 +365,9 @@ class Fitted:
         return self._after(self.turns, self._open.lead)
 
     @property
-    def seen(self) -> frozenset[ChunkId] | None:
-        """Chunks of all earlier turns. None: see above."""
-        return self.turns[-1].seen if self._seen is not None and self.turns else self._seen
+    def seen(self) -> frozenset[ChunkId]:
+        """Chunks of all earlier turns, if they are read."""
+        return self.turns[-1].seen if self.turns else self._seen
 
     @property
     def start(self) -> int:
@@ -429,6 +423,14 @@ class Fitted:
         return given if is_kept else shown_later
 
     # Private, in order of use
+
+    def _lens(self, *, with_lead: bool) -> Iterator[int]:
+        """Tokens of the question's turn, then of those before it, the newest first."""
+        encode = self.prompt.encode
+        yield self.own_len + (len(encode(self._open.lead)) if with_lead else 0)
+        for exchange in reversed(self._exchanges):
+            yield len(encode(exchange.lead)) + sum(len(ids) for ids, _ in self._pieces(exchange))
+        yield from (turn.num_tokens for turn in reversed(self._stored))
 
     def _body(self, areas: Sequence[Area]) -> Iterator[Piece]:
         for area in areas:

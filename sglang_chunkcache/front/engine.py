@@ -39,17 +39,6 @@ MAX_PREFETCHES = 16
 More are let be: SGLang sends one message at a time, operators' as well."""
 
 
-def hand_over(raw_request: Request, rag: RagRequest) -> None:
-    """Attach `rag` to the HTTP request: SGLang's chat serving passes nothing else on to the
-    engine."""
-    raw_request.state.chunkcache = rag
-
-
-def handed_over(raw_request: Request | None) -> RagRequest | None:
-    """What `hand_over` attached."""
-    return None if raw_request is None else getattr(raw_request.state, "chunkcache", None)
-
-
 class Engine:
     """The manager; it looks like SGLang's to SGLang's serving classes."""
 
@@ -66,8 +55,9 @@ class Engine:
         return getattr(self._manager, name)
 
     def generate_request(self, obj: Any, request: Request | None = None) -> AsyncIterator[Any]:
-        """As SGLang's; a request that was handed over runs as ours."""
-        rag = handed_over(request)
+        """As SGLang's; a request that `RagServingChat` hands over with the HTTP request runs as
+        ours."""
+        rag = None if request is None else getattr(request.state, "chunkcache", None)
         if rag is None:
             return self._manager.generate_request(obj, request)  # type: ignore[no-any-return]
         return self.run(rag, obj, request)
@@ -79,9 +69,7 @@ class Engine:
         incremental = bool(obj.stream and self._manager.incremental_streaming_output)
         whole = []
         with self._bookkeeper.begin(rag), ExitStack() as over:
-            listener = self.auditor.listen(
-                rag, obj, getattr(self._manager, "preferred_sampling_params", None)
-            )
+            listener = self.auditor.listen(rag, obj)
             if listener is not None:
                 # A request that is given up is over, too.
                 over.callback(self.auditor.finish, rag, listener)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
 
 import zmq
 import zmq.asyncio
@@ -25,25 +24,8 @@ MAX_UNREAD = 100_000
 """Batches, as many as the publisher keeps: what is more is a gap."""
 
 
-class EventReader:
-    """One task a rank."""
-
-    def __init__(self, mirrors: Sequence[EventMirror], sources: Sequence[Source]) -> None:
-        self._pairs = tuple(zip(mirrors, sources, strict=True))
-        self._tasks = list[asyncio.Task[None]]()
-
-    def start(self) -> None:
-        """Once; when the ranks have been heard."""
-        if not self._tasks:
-            self._tasks = [asyncio.create_task(follow(*pair)) for pair in self._pairs]
-
-    def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-
-
 async def follow(mirror: EventMirror, source: Source) -> None:
-    """Until it is cancelled."""
+    """One rank, for as long as the server runs; from when it has been heard on."""
     socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
     socket.set_hwm(MAX_UNREAD)
     socket.subscribe(source.topic.encode())

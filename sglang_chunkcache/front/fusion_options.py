@@ -1,5 +1,4 @@
-"""From a client's options for moved KV to what the scheduler is told: defaults, the recipe, and
-which chunks go into the store.
+"""From a client's options for moved KV to what the scheduler is told: defaults and the recipe.
 
     recipe   query/0.15/alpha=-/focus=off/question=9f86d081884c7d65
              the policy                           only where the choice of tokens depends on it
@@ -16,15 +15,38 @@ import secrets
 from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
+from typing import Annotated, Literal
 
-from radix_ext import AccessTable, FusionRequest, Need, Span
+from pydantic import BaseModel, Field
+
+from radix_ext import FusionRequest, Need
 from radix_ext.fusion_request import NEEDS, QUESTION, Focus
-from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.config import MAX_ALPHA, MAX_FIRST_TOKENS, MAX_LAYERS, ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.own_selectors import own_needs
 
 DEFAULT_QUALITY = 0.99
 """Of ratio "auto"."""
+
+
+# strict: true would be 1, and "0.5" a number
+Share = Annotated[float, Field(ge=0, le=1, strict=True)]
+NumLayers = Annotated[int, Field(ge=1, le=MAX_LAYERS, strict=True)]
+
+
+class ReuseIn(BaseModel, extra="forbid", allow_inf_nan=False):
+    """What a request may ask of moved KV; what is left out is the server's default."""
+
+    mode: Literal["exact", "fused"]
+    selector: str | None = None
+    ratio: Share | Literal["auto"] | None = None
+    quality: Share | None = None
+    alpha: float | None = Field(default=None, ge=0, le=MAX_ALPHA, strict=True)
+    tokens: int | None = Field(default=None, ge=0, le=MAX_FIRST_TOKENS, strict=True)
+    focus: Focus | None = None
+    depth: NumLayers | Literal["calibrated"] | None = None
+    layers: NumLayers | Literal["last", "calibrated"] | None = None
+    move: Literal["pays", "always"] | None = None
 
 
 def check_fused(config: ChunkCacheConfig, field: str) -> None:
@@ -47,19 +69,7 @@ def needs_of(config: ChunkCacheConfig, selector: str | None) -> frozenset[Need]:
         raise RequestError(f"reuse.selector: {error}") from None
 
 
-def fused_request(
-    config: ChunkCacheConfig,
-    *,
-    selector: str | None = None,
-    ratio: float | str | None = None,
-    quality: float | None = None,
-    alpha: float | None = None,
-    tokens: int | None = None,
-    focus: Focus | None = None,
-    depth: int | str | None = None,
-    layers: int | str | None = None,
-    move: str | None = None,
-) -> FusionRequest:
+def fused_request(config: ChunkCacheConfig, asked: ReuseIn) -> FusionRequest:
     """The client's options with the server's defaults filled in; the recipe comes with the prompt.
 
     Alpha and focus are Cache-Craft's (eq. 12, algorithm 1), so by default `context` alone has them.
@@ -72,50 +82,49 @@ def fused_request(
             server that moves always.
     """
     check_fused(config, "reuse")
-    if move == "pays" and config.move == "always":
+    if asked.move == "pays" and config.move == "always":
         raise RequestError(
             "reuse.move: this server has not measured what pays; start it with --chunkcache-move"
             " pays"
         )
-    needs = needs_of(config, selector)
-    selector = config.selector if selector is None else selector
-    if alpha is not None and selector != "context":
+    needs = needs_of(config, asked.selector)
+    selector = config.selector if asked.selector is None else asked.selector
+    if asked.alpha is not None and selector != "context":
         raise RequestError(f"reuse.alpha: selector {selector} has none, only context")
-    if tokens is not None and selector != "first":
+    if asked.tokens is not None and selector != "first":
         raise RequestError(f"reuse.tokens: selector {selector} has none, only first")
-    if depth is not None and Need.DEVIATION not in needs:
+    if asked.depth is not None and Need.DEVIATION not in needs:
         raise RequestError(
             f"reuse.depth: selector {selector} compares no KV, only deviation and critical do"
         )
-    if layers is not None and (Need.QUESTION not in needs or Need.ALL_LAYERS in needs):
+    if asked.layers is not None and (Need.QUESTION not in needs or Need.ALL_LAYERS in needs):
         raise RequestError(
             f"reuse.layers: selector {selector} has no choice of them, only query and critical"
         )
-    is_auto = ratio == "auto"
-    if quality is not None and not is_auto:
+    is_auto = asked.ratio == "auto"
+    if asked.quality is not None and not is_auto:
         raise RequestError('reuse.quality: goes with "ratio": "auto"')
     if is_auto and selector not in ("deviation", "critical"):
         raise RequestError(
             f"reuse.ratio: selector {selector} does not measure what KV lacks, only deviation and"
             " critical do"
         )
-    if is_auto and depth not in (None, "calibrated"):
+    if is_auto and asked.depth not in (None, "calibrated"):
         raise RequestError("reuse.ratio: auto goes with the calibrated depth")
-    if selector == "critical":
-        depth, layers = depth or "calibrated", layers or "calibrated"
-    share = config.recompute_ratio if ratio is None or isinstance(ratio, str) else float(ratio)
+    is_critical = selector == "critical"
+    depth = asked.depth or ("calibrated" if is_auto or is_critical else 2)
+    layers = asked.layers or ("calibrated" if is_critical else "last")
     return FusionRequest(
         selector=selector,
-        ratio=share,
-        quality=(DEFAULT_QUALITY if quality is None else quality) if is_auto else None,
-        # floats, since the recipe has their repr: 1 and 1.0 must share KV
-        alpha=None if alpha is None else float(alpha),
-        tokens=tokens,
-        focus=focus or ("spare" if selector == "context" else "off"),
-        depth=_number(depth or ("calibrated" if is_auto else 2)),
-        layer=_number(layers or "last"),
+        ratio=asked.ratio if isinstance(asked.ratio, float) else config.recompute_ratio,
+        quality=(DEFAULT_QUALITY if asked.quality is None else asked.quality) if is_auto else None,
+        alpha=asked.alpha,
+        tokens=asked.tokens,
+        focus=asked.focus or ("spare" if selector == "context" else "off"),
+        depth=_number(depth),
+        layer=_number(layers),
         own_needs=frozenset() if selector in NEEDS else needs,
-        always=(move or config.move) == "always",
+        always=(asked.move or config.move) == "always",
     )
 
 
@@ -155,13 +164,3 @@ def recipe_of(fusion: FusionRequest, question: Sequence[int], earlier: str = "")
     if not fusion.asks_the_question:
         return policy
     return f"{policy}{QUESTION}{blake2b(array('i', question), digest_size=8).hexdigest()}"
-
-
-def spans_to_keep(
-    config: ChunkCacheConfig, table: AccessTable, spans: Sequence[Span]
-) -> frozenset[int]:
-    """Indices of the spans whose chunks are asked for often enough to be worth host memory;
-    none without `--reuse fused`."""
-    if config.reuse != "fused":
-        return frozenset()
-    return table.frequent((span.chunk for span in spans), config.store_threshold)

@@ -134,7 +134,6 @@ class Intake:
         own = f"messages.{start}.chunks" if start in brought else "chunks"
         if fields.chunks is not None:
             brought[start] = fields.chunks
-        _check_ids(brought)
         earlier = {
             i: self._passages(each, own if i == start else f"messages.{i}.chunks")
             for i, each in brought.items()
@@ -393,21 +392,6 @@ def _check_content(message: Mapping[str, Any], field: str) -> None:
             raise RequestError(
                 f"{field}.{i}.text: " + ("must be a string" if "text" in part else "is missing")
             )
-
-
-def _check_ids(brought: Mapping[int, Sequence[ChunkIn]]) -> None:
-    """Raise RequestError for an id that means different texts in two messages."""
-    texts = dict[str, tuple[int, str]]()
-    for i, chunks in sorted(brought.items()):
-        for chunk in chunks:
-            if chunk.id is None:
-                continue
-            first, text = texts.setdefault(str(chunk.id), (i, chunk.text))
-            if first != i and text != chunk.text:
-                raise RequestError(
-                    f"messages.{i}.chunks: the text of {chunk.id!r} is another one in"
-                    f" messages.{first}"
-                )
 
 
 def _lacks_question(body: Mapping[str, Any], messages: Sequence[Any]) -> bool:

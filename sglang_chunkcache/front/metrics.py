@@ -130,8 +130,7 @@ class Metrics:
         self._exported: dict[str, Any] = {}
         self.order_seconds = 0.0
         self.num_orders = 0
-        self.phase_seconds: defaultdict[str, float] = defaultdict(float)
-        self.search_seconds: defaultdict[str, float] = defaultdict(float)
+        self._seconds = {name: defaultdict[str, float](float) for name in BUCKETS_S}
 
     def count(self, name: str, label: str, amount: int = 1) -> None:
         # a label with 0 would become a series of something that never happened
@@ -147,18 +146,15 @@ class Metrics:
         if self._prometheus:
             self._export("order_seconds").observe(seconds)
 
-    def observe_phase(self, phase: str, seconds: float) -> None:
-        """One phase of one fused request: lookup, relocate, select, recompute, extend."""
-        self.phase_seconds[phase] += seconds
+    def observe(self, name: str, phase: str, seconds: float) -> None:
+        """One phase of `reuse_seconds` or `retrieval_seconds`."""
+        self._seconds[name][phase] += seconds
         if self._prometheus:
-            self._export("reuse_seconds", phase).observe(seconds)
+            self._export(name, phase).observe(seconds)
 
-    def observe_search(self, phase: str, seconds: float) -> None:
-        """One phase of retrieval: queued, of one request;
-        encode, dense, bm25, read, of one batch."""
-        self.search_seconds[phase] += seconds
-        if self._prometheus:
-            self._export("retrieval_seconds", phase).observe(seconds)
+    def seconds(self, name: str) -> dict[str, float]:
+        """What its phases have taken so far."""
+        return {phase: round(total, 6) for phase, total in self._seconds[name].items()}
 
     def show_retrieval(self, state: str) -> None:
         """Which of RETRIEVAL_STATES holds."""
@@ -219,9 +215,7 @@ class Metrics:
                 if name in ("chunks_by_reason", "tokens_by_reason")
             },
             "order_us_mean": None if order_s is None else round(1e6 * order_s, 1),
-            "reuse_seconds": {
-                phase: round(total, 6) for phase, total in self.phase_seconds.items()
-            },
+            "reuse_seconds": self.seconds("reuse_seconds"),
             **self.totals(),
         }
 

@@ -7,35 +7,38 @@ calls `generate_request`.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
-from sglang_chunkcache.front.hint_log import HintLog
 from sglang_chunkcache.front.metrics import Metrics
+
+logger = logging.getLogger(__name__)
 
 
 class Misplaced:
-    """Counts and logs them.
+    """Counts them, and logs the first.
 
     Args:
         metrics: asked for when it is first needed, since SGLang must be up.
     """
 
-    def __init__(self, metrics: Callable[[], Metrics], *, clock: Callable[[], float]) -> None:
-        self._metrics, self._log = metrics, HintLog(clock)
+    def __init__(self, metrics: Callable[[], Metrics]) -> None:
+        self._metrics, self._has_warned = metrics, False
 
     def look(self, raw_request: Any) -> None:
         """At the HTTP request of one engine request, None where it has none."""
         field = chunks_field(raw_request)
         if field is not None:
             self._metrics().count("misplaced", field)
-            self._log.warn(
-                field,
-                "chunk cache: %s got `%s`, which SGLang ignores: the model does not see these"
-                " passages. Use base_url /rag/v1",
-                raw_request.scope["path"],
-                field,
-            )
+            if not self._has_warned:
+                logger.warning(
+                    "chunk cache: %s got `%s`, which SGLang ignores: the model does not see these"
+                    " passages (further requests are counted). Use base_url /rag/v1",
+                    raw_request.scope["path"],
+                    field,
+                )
+            self._has_warned = True
 
 
 def chunks_field(raw_request: Any) -> str | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import asyncio
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +16,7 @@ from sglang_chunkcache.front.draft_queue import DraftQueue
 from sglang_chunkcache.front.drafter import Drafter
 from sglang_chunkcache.front.engine import Engine
 from sglang_chunkcache.front.event_mirror import EventMirror
-from sglang_chunkcache.front.event_reader import EventReader
+from sglang_chunkcache.front.event_reader import follow
 from sglang_chunkcache.front.guard.lethal import Guard, Limits
 from sglang_chunkcache.front.guard.sampling import SamplingCheck
 from sglang_chunkcache.front.misplaced import Misplaced
@@ -40,7 +40,7 @@ class Parts:
         # what these ask for is there once SGLang is up
         self.guard = Guard(lambda: self.limits, lambda: self.bookkeeper.metrics)
         self.readiness = Readiness(lambda: self.manager)
-        self.misplaced = Misplaced(lambda: self.bookkeeper.metrics, clock=time.monotonic)
+        self.misplaced = Misplaced(lambda: self.bookkeeper.metrics)
 
     @cached_property
     def manager(self) -> Any:
@@ -69,9 +69,11 @@ class Parts:
         return kv_events.sources(self.manager.server_args) if self.config.is_stock else []
 
     @cached_property
-    def reader(self) -> EventReader:
+    def readers(self) -> list[asyncio.Task[None]]:
+        """Of the ranks' KV events."""
         mirrors = [each for each in self.bookkeeper.mirrors if isinstance(each, EventMirror)]
-        return EventReader(mirrors, self.sources)
+        pairs = zip(mirrors, self.sources, strict=True)
+        return [asyncio.create_task(follow(*pair)) for pair in pairs]
 
     @cached_property
     def assembler(self) -> PromptAssembler:
@@ -150,7 +152,7 @@ class Parts:
         ]
         # what was heard may show that a mirror lacks something; nobody waits for it here
         self.engine.keep_up()
-        self.reader.start()
+        _ = self.readers  # the ranks have been heard
         return {
             "version": __version__,
             **self.bookkeeper.stats(),

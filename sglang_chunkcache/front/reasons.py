@@ -19,15 +19,12 @@ a conversation's later turns, which follow its history, are `other_head` if they
 elsewhere; the texts part where the first area ends.
 
 Everything is read of the request's own tenant: nothing here differs with what another one has
-cached. What compares tenants (`hints`) is for operators.
+cached.
 """
 
 from __future__ import annotations
 
-import logging
-from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from radix_ext import (
     ChunkPrefixTree,
@@ -40,11 +37,9 @@ from radix_ext import (
     text_before,
 )
 from sglang_chunkcache.config import MAX_HEAD_BYTES, MAX_HEAD_TOKENS, MAX_HEADS, ChunkCacheConfig
-from sglang_chunkcache.front.hint_log import HintLog
 from sglang_chunkcache.front.request import (
     Draft,
     Expected,
-    Identity,
     Missed,
     Planned,
     RagRequest,
@@ -52,46 +47,23 @@ from sglang_chunkcache.front.request import (
 )
 from sglang_chunkcache.wire.report import Fallback
 
-logger = logging.getLogger(__name__)
-
 OF = {fallback: Reason(fallback) for fallback in Fallback}
-
-HEADS_IN_A_ROW = 20
-"""Requests of one tenant whose chunks are known and whose heads never are,
-from which on that is said."""
-
-SALTS, NEW_SALTS = 1000, 950
-"""Of so many requests with a salt so many with a new one: that is said.
-A server with many tenants begins a little like that."""
 
 HISTORY = "+"
 """In front of the names of texts that begin with a first area's chunks."""
-
-MAX_ROWS = 10_000
-"""Tenants whose heads in a row are counted."""
 
 
 class Reasons:
     """What tells reasons apart, of all tenants, within bounds."""
 
     def __init__(
-        self,
-        config: ChunkCacheConfig,
-        tree: ChunkPrefixTree,
-        tables: TenantTables,
-        *,
-        clock: Callable[[], float],
+        self, config: ChunkCacheConfig, tree: ChunkPrefixTree, tables: TenantTables
     ) -> None:
         self._tree, self._tables = tree, tables
         self._places = Places(max_places=config.max_tree_nodes)
         self._heads = Heads(
             max_heads=MAX_HEADS, max_tokens=MAX_HEAD_TOKENS, max_bytes=MAX_HEAD_BYTES
         )
-        self._rows: OrderedDict[str, tuple[int, Parting | None]] = OrderedDict()
-        """Tenant -> requests in a row whose chunks were cached behind other heads,
-        and where the last one's parted."""
-        self._salts: deque[bool] = deque(maxlen=SALTS)
-        self._log = HintLog(clock)
 
     def expect(
         self,
@@ -143,30 +115,7 @@ class Reasons:
                 reasons[index] = OF[other]
         for index, reason in self._other_heads(draft, namespace, spans, area_len, others):
             reasons[index] = reason
-        # in this order: one look-up in the tree, but one for each chunk in the places
-        is_new_head = self._tree.nodes.root(namespace) is None and not any(
-            self._places.behind(namespace, span.chunk) is not None for span in spans[:area_len]
-        )
-        return Expected(tuple(reasons), texts, is_new_head)
-
-    def count(self, identity: Identity) -> None:
-        """A request runs; its tenant is not counted yet."""
-        if not identity.is_named:
-            return
-        # A full table forgets tenants, who would seem to be new.
-        is_new = (
-            identity.tenant not in self._tables and len(self._tables) < self._tables.max_tenants
-        )
-        self._salts.append(is_new)
-        if self._do_salts_vary():
-            self._log.warn(
-                "salts",
-                "chunk cache: of the last %d requests with a cache_salt or extra_key, %d had one"
-                " that had not come since the start; tenants share nothing, so a salt for each"
-                " request switches reuse off",
-                SALTS,
-                sum(self._salts),
-            )
+        return Expected(tuple(reasons), texts)
 
     def learn(self, rag: RagRequest) -> None:
         """The request is answered, so its chunks are cached where they stand."""
@@ -183,9 +132,7 @@ class Reasons:
             )
         if path:
             self._heads.note(tenant, planned.namespace, draft.head, draft.outline)
-        if planned.expected is None:
-            return
-        if len(planned.area) < len(planned.spans):
+        if planned.expected is not None and len(planned.area) < len(planned.spans):
             new = set(range(len(planned.area), len(planned.spans)))
             if rag.missed is not None:  # what was found has been noted
                 new &= {i for each in rag.missed for i in each.spans}
@@ -193,25 +140,6 @@ class Reasons:
             for i in sorted(new):
                 place = Place(prefixes[i], rank, epoch)
                 self._places.note(tenant, texts[i], planned.spans[i].chunk, place)
-        # A later turn has its conversation's head. Counted, it would end the row of an application
-        # that puts the time into every conversation's system prompt.
-        if not draft.history:
-            self._count_heads(tenant, planned.expected)
-
-    def hints(self) -> dict[str, Any]:
-        """What of the traffic keeps chunks from being found, over all tenants: for operators."""
-        rows = ((tenant, *row) for tenant, row in self._rows.items() if row[0] >= HEADS_IN_A_ROW)
-        return {
-            "salts": {
-                "requests": len(self._salts),
-                "new": sum(self._salts),
-                "never_recur": self._do_salts_vary(),
-            },
-            "heads": [
-                {"tenant": tenant, "requests": number, **(parting or Parting(None, None))._asdict()}
-                for tenant, number, parting in rows
-            ],
-        }
 
     # Private, in order of use
 
@@ -244,29 +172,6 @@ class Reasons:
             else:  # one of the two texts goes on where the other one ends
                 end = spans[0].start if index < area_len else spans[area_len - 1].end
                 yield index, Reason(Fallback.OTHER_HEAD, Parting("history", end))
-
-    def _do_salts_vary(self) -> bool:
-        return len(self._salts) == SALTS and sum(self._salts) >= NEW_SALTS
-
-    def _count_heads(self, tenant: str, expected: Expected) -> None:
-        of_head = next((r for r in expected.reasons if r.fallback is Fallback.OTHER_HEAD), None)
-        if not expected.is_new_head:
-            self._rows.pop(tenant, None)
-        elif of_head is not None:
-            # taken out and put back at the end: the tenant unseen for longest leaves first
-            number = self._rows.pop(tenant, (0, None))[0] + 1
-            self._rows[tenant] = number, of_head.parting
-            if len(self._rows) > MAX_ROWS:
-                self._rows.popitem(last=False)
-            if number >= HEADS_IN_A_ROW:
-                self._log.warn(
-                    "heads",
-                    "chunk cache: the last %d requests of a tenant had chunks that are cached, each"
-                    " behind another text, so that none was found (the texts part in %s, at token"
-                    " %s); put what changes, as a time or a user's name, after the chunks",
-                    number,
-                    *(of_head.parting or Parting(None, None)),
-                )
 
 
 def missed(

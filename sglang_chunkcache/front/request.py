@@ -175,8 +175,6 @@ class Expected:
     """Why the chunk is computed, if it is."""
     texts: tuple[str, ...]
     """Names the text before the chunk that is no chunk."""
-    is_new_head: bool
-    """Nothing is cached behind the text before the first chunk."""
 
 
 @dataclass(frozen=True, slots=True)

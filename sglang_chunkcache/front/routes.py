@@ -5,7 +5,8 @@ What shows or changes what other tenants see asks for the admin level.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 from fastapi import Query, Request
@@ -39,7 +40,8 @@ KINDS = {
 
 
 class Routes:
-    """The handlers. Each refuses with 400 and the field that is wrong."""
+    """The handlers. What they refuse `refused` answers: mostly with 400 and the field that is
+    wrong."""
 
     def __init__(self, parts: Parts) -> None:
         self._parts, self._intake = parts, Intake(parts)
@@ -53,14 +55,10 @@ class Routes:
             ("GET", "/rag/v1/models", http_server.available_models),
             # a path, since hub names have a slash
             ("GET", "/rag/v1/models/{model:path}", http_server.retrieve_model),
-            ("POST", "/rag/v1/completions", elsewhere),
-            ("POST", "/rag/v1/embeddings", elsewhere),
-            ("POST", "/rag/v1/responses", elsewhere),
             ("POST", "/chunkcache/prefetch", self.chunkcache_prefetch),
             ("GET", "/chunkcache/stats", self.chunkcache_stats),
             ("GET", "/chunkcache/tree", self.chunkcache_tree),
             ("POST", "/chunkcache/forget", self.chunkcache_forget),
-            ("GET", "/chunkcache/hints", self.chunkcache_hints),
             ("POST", "/chunkcache/explain", self.chunkcache_explain),
             ("POST", "/chunkcache/preprocess", self.chunkcache_preprocess),
             ("POST", "/chunkcache/clear_store", self.chunkcache_clear_store),
@@ -69,36 +67,26 @@ class Routes:
 
     async def rag_chat_completions(self, raw_request: Request) -> Any:
         """A chat completion over `chunks`, of a conversation where it names one."""
-        try:
+        with self._counted():
             request, planned = await self._intake.chat(raw_request)
-        except ChunkCacheError as error:
-            return self._refuse(error)
         return await self._parts.chat.serve(request, planned, raw_request)
 
     async def rag_retrieve(self, raw_request: Request) -> Any:
         """The passages that the server's index finds for a query or the last user messages."""
-        try:
-            body, found = await self._intake.retrieval(raw_request)
-        except ChunkCacheError as error:
-            return error_response(error)
+        body, found = await self._intake.retrieval(raw_request)
         # no prompt, so `requests` does not count it; `searches` does
         return ORJSONResponse(found.listed(with_text=body.text))
 
     async def rag_generate(self, raw_request: Request) -> Any:
         """SGLang's `/generate` over `parts`, texts and chunk areas: frontend programs use it."""
-        try:
+        with self._counted():
             body, planned = await self._intake.generate(raw_request)
             return await generate(self._parts, body, planned, raw_request)
-        except ChunkCacheError as error:
-            return self._refuse(error)
 
     async def chunkcache_prefetch(self, raw_request: Request) -> Any:
         """What a request that may come needs of the storage is loaded. 202 says that this was
         understood, and nothing of what is there."""
-        try:
-            self._parts.engine.prefetch(await self._intake.hint(raw_request))
-        except ChunkCacheError as error:
-            return error_response(error)
+        self._parts.engine.prefetch(await self._intake.hint(raw_request))
         return ORJSONResponse({}, status_code=202)
 
     async def chunkcache_stats(self) -> Any:
@@ -127,38 +115,25 @@ class Routes:
         return ORJSONResponse({"forgotten": ["table", "conversations"]})
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
-    async def chunkcache_hints(self) -> Any:
-        """What of the traffic keeps chunks from being found, over all tenants."""
-        return ORJSONResponse(self._parts.bookkeeper.reasons.hints())
-
-    @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
     async def chunkcache_explain(self, raw_request: Request) -> Any:
         """A chat request's order, rank, spans and each chunk's source.
         Nothing but a search is run or counted."""
-        try:
-            _, planned = await self._intake.chat(raw_request)
-            found = await self._parts.engine.explain(planned)
-        except ChunkCacheError as error:
-            return error_response(error)
+        _, planned = await self._intake.chat(raw_request)
+        found = await self._parts.engine.explain(planned)
         return ORJSONResponse(explained(planned, found))
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
     async def chunkcache_preprocess(self, raw_request: Request) -> Any:
         """Put a chunk's KV after its neighbours into every rank's store (FusionRAG 3.1)."""
-        try:
+        with self._counted():
             body = parse(PreprocessIn, await json_object(raw_request, self._parts.config))
             return ORJSONResponse(await preprocess(self._parts, self._intake, body, raw_request))
-        except ChunkCacheError as error:
-            return self._refuse(error)
 
     @auth_level(AuthLevel.ADMIN_OPTIONAL)  # type: ignore[untyped-decorator]
     async def chunkcache_clear_store(self) -> Any:
         """Empty every rank's store; what was in it.
         `/flush_cache` empties the tree, and keeps what was preprocessed."""
-        try:
-            cleared = await self._parts.engine.clear_store()
-        except ChunkCacheError as error:
-            return error_response(error)
+        cleared = await self._parts.engine.clear_store()
         return ORJSONResponse(
             {"cleared": [{"dp_rank": rank, **asdict(held)} for rank, held in cleared.items()]}
         )
@@ -167,34 +142,25 @@ class Routes:
     async def chunkcache_calibrate(self, raw_request: Request) -> Any:
         """Find out by which layers and heads the tokens to recompute are told, on the body's
         examples or on prompts of our own."""
-        try:
-            check_fused(self._parts.config, "calibrate")
-            body = parse(CalibrateIn, await json_object(raw_request, self._parts.config))
-            return ORJSONResponse(await calibrate(self._parts, body))
-        except ChunkCacheError as error:
-            return error_response(error)
+        check_fused(self._parts.config, "calibrate")
+        body = parse(CalibrateIn, await json_object(raw_request, self._parts.config))
+        return ORJSONResponse(await calibrate(self._parts, body))
 
-    def _refuse(self, error: ChunkCacheError) -> ORJSONResponse:
-        # that one had begun, so the bookkeeper has counted it
-        if not isinstance(error, EngineRefusedError):
+    @contextmanager
+    def _counted(self) -> Iterator[None]:
+        """Counts a request that is refused."""
+        try:
+            yield
+        except EngineRefusedError:  # it had begun, so the bookkeeper has counted it
+            raise
+        except ChunkCacheError as error:
             outcome = "unsearched" if isinstance(error, SearchFailedError) else "refused"
             self._parts.bookkeeper.metrics.count("requests", outcome)
-        return error_response(error)
-
-
-async def elsewhere(raw_request: Request) -> ORJSONResponse:
-    """What of OpenAI's is SGLang's alone."""
-    path = raw_request.url.path
-    sglangs = path.removeprefix("/rag")
-    message = (
-        f"{path} does not exist: use {sglangs}, or /rag/v1/chat/completions for retrieved chunks"
-    )
-    kind = {"type": "invalid_request_error", "param": None, "code": "unknown_url"}
-    return ORJSONResponse({"error": {"message": message, **kind}}, status_code=404)
+            raise
 
 
 async def refused(raw_request: Request, error: Exception) -> ORJSONResponse:
-    """FastAPI's handler of a refusal that no endpoint has caught."""
+    """FastAPI's handler of refusals, the guard's on SGLang's endpoints among them."""
     assert isinstance(error, ChunkCacheError)
     return error_response(error)
 

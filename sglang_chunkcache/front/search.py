@@ -150,11 +150,8 @@ class RagSearch:
             "searches": sum(self._metrics.totals()["searches"].values()),
             "batches": self._queue.num_batches,
             "waiting": self._queue.num_waiting,
-            "seconds": {name: round(s, 6) for name, s in self._metrics.search_seconds.items()},
+            "seconds": self._metrics.seconds("retrieval_seconds"),
         }
-
-    def close(self) -> None:
-        self._queue.close()
 
 
 def default_mode(retriever: Retriever, config: ChunkCacheConfig) -> Mode:

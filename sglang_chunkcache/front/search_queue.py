@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from queue import Empty, Full, Queue
-from threading import Event, Lock, Thread
+from threading import Lock, Thread
 from typing import TYPE_CHECKING
 
 from retrieval.errors import CorruptIndexError, RetrievalError
@@ -73,8 +73,7 @@ class _Waiting:
 
 
 class SearchQueue:
-    """Searches of one retriever. Belongs to one event loop; its threads end with `close` or the
-    process.
+    """Searches of one retriever. Belongs to one event loop; its threads end with the process.
 
     Args:
         max_batch: queries searched together.
@@ -94,9 +93,7 @@ class SearchQueue:
         self._retriever, self._metrics = retriever, metrics
         self._max_batch, self._refresh_s = max_batch, refresh_s
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._waiting: Queue[_Waiting | None] = Queue(max_waiting)
-        """None ends the worker."""
-        self._closed = Event()
+        self._waiting: Queue[_Waiting] = Queue(max_waiting)
         self.num_batches = 0
         self._failure: str | None = None  # of the last search
         self._refusal: str | None = None  # of the last look at the index's directory
@@ -104,12 +101,9 @@ class SearchQueue:
         self.state = RetrievalState("up", None, datetime.now(UTC))
         """Whether requests can be searched for."""
         metrics.show_retrieval("up")
-        self._threads = [Thread(target=self._work, name="retrieval", daemon=True)]
+        Thread(target=self._work, name="retrieval", daemon=True).start()
         if refresh_s:
-            refresh = Thread(target=self._refresh, name="retrieval-refresh", daemon=True)
-            self._threads.append(refresh)
-        for thread in self._threads:
-            thread.start()
+            Thread(target=self._refresh, name="retrieval-refresh", daemon=True).start()
 
     async def search(self, query: str, *, k: int, mode: Mode, nprobe: int) -> Found:
         """Wait for the query's turn and search. A caller that is cancelled before its turn is not
@@ -140,19 +134,10 @@ class SearchQueue:
         """Requests whose search has not begun."""
         return self._waiting.qsize()
 
-    def close(self) -> None:
-        """End the threads; what waits is not answered any more."""
-        self._closed.set()
-        for thread in self._threads:
-            while thread.is_alive():
-                with contextlib.suppress(Full):
-                    self._waiting.put_nowait(None)  # it may wait for a search
-                thread.join(0.01)
-
     # Private, in order of use
 
     def _work(self) -> None:
-        while not self._closed.is_set():
+        while True:
             groups: defaultdict[tuple[int, Mode, int], list[_Waiting]] = defaultdict(list)
             for item in self._take():
                 groups[item.settings].append(item)
@@ -165,8 +150,6 @@ class SearchQueue:
         with contextlib.suppress(Empty):
             while len(taken) < self._max_batch:
                 item = self._waiting.get(block=not taken)
-                if item is None:  # closed
-                    break
                 # one that is cancelled after this is searched for in vain; `_settle` leaves it out
                 if not item.future.cancelled():
                     taken.append(item)
@@ -202,7 +185,7 @@ class SearchQueue:
         """On the event loop: count, and answer the requests that still wait."""
         self.num_batches += 1
         for item in items:
-            self._metrics.observe_search("queued", start - item.since)
+            self._metrics.observe("retrieval_seconds", "queued", start - item.since)
         if isinstance(outcome, Exception):
             # an error is of one query: `_search` has tried each of a batch alone
             if not items[0].future.done():
@@ -211,7 +194,7 @@ class SearchQueue:
                 items[0].future.set_exception(outcome)
             return
         for phase, ms in outcome.ms.items():
-            self._metrics.observe_search(phase, ms / 1000)
+            self._metrics.observe("retrieval_seconds", phase, ms / 1000)
         for item, hits in zip(items, outcome.hits, strict=True):
             if item.future.done():  # cancelled, and counted so
                 continue
@@ -220,8 +203,8 @@ class SearchQueue:
             item.future.set_result(Found(hits, {**queued, **outcome.ms}, len(items)))
 
     def _refresh(self) -> None:
-        # a sleep that `close` ends
-        while not self._closed.wait(self._refresh_s):
+        while True:
+            time.sleep(self._refresh_s)
             try:
                 if self._retriever.refresh():
                     generation = self._retriever.info()["generation"]

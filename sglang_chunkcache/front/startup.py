@@ -1,9 +1,7 @@
-"""Before the first request: the index opens and answers, every rank runs our cache,
-the tokenizers suit each other."""
+"""Before the first request: the index opens and answers, every rank runs our cache."""
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
@@ -60,23 +58,6 @@ def open_retriever(config: ChunkCacheConfig) -> Retriever:
     return retriever
 
 
-def check_tokenizer(retriever: Retriever, path: str) -> None:
-    """Log what the passages were measured in;
-    a warning if that is another tokenizer than the served model's, at `path`."""
-    info = retriever.info()
-    name = info["tokenizer"]
-    logger.info("retrieval: %d passages, measured in tokens of %s", info["passages"], name)
-    if "@" not in name or not Path(path).is_dir():  # words, or a model on the hub
-        return
-    from retrieval.tokens import load_tokens
-
-    # a tokenizer without tokenizer.json: no reason to stop a server
-    with contextlib.suppress(RetrievalError, OSError):
-        if load_tokens(path).name.rpartition("@")[2] != name.rpartition("@")[2]:
-            told = "that is not the served model's tokenizer: passages are longer or shorter for it"
-            logger.warning("retrieval: %s", told)
-
-
 def calibrates(config: ChunkCacheConfig, ranks: Sequence[Mapping[str, Any]]) -> bool:
     """Whether the start-up measures where the model keeps its evidence:
     where a selector reads it that is not known yet."""
@@ -121,8 +102,6 @@ def check_ranks(server_args: Any, front: Parts) -> None:
             sum(ranks[0][part] for part in parts),
             ranks[0]["tree"] if config.is_stock else "chunk",
         )
-        if front.retriever is not None:
-            check_tokenizer(front.retriever, server_args.tokenizer_path or server_args.model_path)
         if config.reuse == "fused" and calibrates(config, ranks):
             told = session.post(f"{url}/chunkcache/calibrate", json={})
             level = logging.INFO if told.ok else logging.WARNING

@@ -32,8 +32,8 @@ from sglang_chunkcache.front.bodies import (
     RagFields,
     RetrieveBody,
     RetrieveIn,
-    ReuseIn,
 )
+from sglang_chunkcache.front.fusion_options import ReuseIn
 from tests.e2e.asking import CHAT as CHAT_PATH
 from tests.e2e.asking import task_body, text_of
 

@@ -13,12 +13,9 @@ from radix_ext import (
     ConversationKey,
     ConversationMap,
     MessageError,
-    PolicyError,
     Span,
     Turn,
-    keep_recent,
     running_hashes,
-    shown,
 )
 
 KEY = ConversationKey("key", "", "", "c1")
@@ -144,10 +141,9 @@ def test_other_messages_under_the_same_id_take_nothing(conversations: Conversati
     conversations.finish(KEY, HEAD, (), make_turn(DIALOGUE[:2], chunks="x"), 2)
     conversations.finish(KEY, HEAD, agree(conversations, theirs), make_turn(theirs), 2)
     assert agree(conversations, DIALOGUE) == (TURN_1, TURN_2)
-    assert [shown(agree(conversations, told), "kept") for told in (DIALOGUE, theirs)] == [
-        set("abcd"),
-        {"x"},
-    ]
+    own, others = agree(conversations, DIALOGUE), agree(conversations, theirs)
+    assert [turn.chunks for turn in own] == [set("abc"), {"d"}]
+    assert [turn.chunks for turn in others] == [{"x"}, set()]
     assert len(conversations) == 1
 
 
@@ -264,27 +260,6 @@ def test_message_that_is_no_json_is_refused(message: dict[str, object]) -> None:
     """The edge can name the message."""
     with pytest.raises(MessageError, match="message 1"):
         running_hashes([user("fine"), message])
-
-
-@pytest.mark.parametrize(("budget", "num_kept"), [(0, 0), (9, 0), (10, 1), (19, 1), (20, 2)])
-def test_overflow_drops_the_oldest_turns(budget: int, num_kept: int) -> None:
-    """Ten tokens a turn: the most recent that fit stay. No gaps: an old small turn does not
-    survive a newer large one."""
-    turns = (TURN_1, TURN_2)
-    assert keep_recent(turns, budget) == turns[2 - num_kept :]
-    large = make_turn(DIALOGUE[:4], num_tokens=50)
-    assert keep_recent((TURN_1, large, TURN_2), 10 + budget) == (TURN_2,)
-
-
-def test_shown_chunks_of_departed_turns_depend_on_the_policy() -> None:
-    """By default a chunk whose turn has left may be sent again;
-    the paper (CRAFT 4.3) keeps it dropped."""
-    assert shown((TURN_2,), "kept") == {"d"}
-    assert shown((TURN_2,), "paper") == {"a", "b", "c", "d"}
-    assert shown((TURN_1, TURN_2), "kept") == {"a", "b", "c", "d"}
-    assert shown((), "paper") == shown((), "kept") == frozenset()
-    with pytest.raises(PolicyError, match="policy"):
-        shown((), "all")  # type: ignore[arg-type]
 
 
 # Questions, heads, and what can no longer be found

@@ -35,7 +35,7 @@ def outputs(obj: Any, raw_request: Any = None, *, guarded: bool = True) -> list[
         yield given
 
     guard = Guard(lambda: Limits(1101, None), lambda: METRICS) if guarded else None
-    watch = hooks._watched(Misplaced(lambda: METRICS, clock=lambda: 0.0), guard)
+    watch = hooks._watched(Misplaced(lambda: METRICS), guard)
 
     async def collected() -> list[Any]:
         return [output async for output in watch(generate, MANAGER, obj, raw_request)]

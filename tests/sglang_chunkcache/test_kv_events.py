@@ -26,7 +26,6 @@ from sglang.srt.disaggregation.kv_events import (
 
 from sglang_chunkcache import compat, kv_events
 from sglang_chunkcache.front import event_reader
-from sglang_chunkcache.front.event_reader import EventReader
 from sglang_chunkcache.kv_events import Source, flags_for, own_config, sources
 from tests.kit.kv_events import HearingBench
 
@@ -168,16 +167,14 @@ class Stage:
         self.publisher._event_queue.join()
 
     async def listen(self, until: Callable[[], bool], source: Source | None = None) -> None:
-        reader = EventReader([self.bench.mirror], [source or self.source])
-        reader.start()
-        reader.start()  # asked for with every look at the figures
+        reader = asyncio.create_task(event_reader.follow(self.bench.mirror, source or self.source))
         try:
             async with asyncio.timeout(10):
                 while not until():
                     self.publish()
                     await asyncio.sleep(0.05)
         finally:
-            reader.close()
+            reader.cancel()
 
     @property
     def dropped(self) -> dict[str, int]:

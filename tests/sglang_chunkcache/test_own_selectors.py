@@ -18,7 +18,7 @@ from radix_ext.fusion_request import asked_layers  # noqa: E402
 from sglang_chunkcache.config import SELECTORS, ChunkCacheConfig  # noqa: E402
 from sglang_chunkcache.errors import RequestError  # noqa: E402
 from sglang_chunkcache.front.bodies import RagFields  # noqa: E402
-from sglang_chunkcache.front.fusion_options import fused_request  # noqa: E402
+from sglang_chunkcache.front.fusion_options import ReuseIn, fused_request  # noqa: E402
 from sglang_chunkcache.front.parse import parse  # noqa: E402
 from sglang_chunkcache.fusion import selectors  # noqa: E402
 from sglang_chunkcache.fusion.selectors.base import Evidence  # noqa: E402
@@ -58,7 +58,7 @@ def test_readmes_example_is_a_selector(write: Write) -> None:
     """Of a server, and of a request that names it; scheduler and front find the same."""
     server = ChunkCacheConfig(reuse="fused", selector="last", selectors=write(example()))
     check_selectors(server)
-    assert fused_request(server) == FusionRequest("last", 0.15)
+    assert fused_request(server, ReuseIn(mode="fused")) == FusionRequest("last", 0.15)
     fields = {"mode": "fused", "selector": "last", "ratio": 0.5}
     asked = parse(RagFields, {"reuse": fields}).fusion_request(server)
     assert asked == FusionRequest("last", 0.5)
@@ -71,7 +71,9 @@ def test_needs_follow_the_request() -> None:
     """What a selector reads is part of the recipe; it crosses the process border."""
     server = ChunkCacheConfig(reuse="fused", selectors="eval.selectors")
     names = ("prophet", "h2o", "random")
-    prophet, h2o, drawn = (fused_request(server, selector=name) for name in names)
+    prophet, h2o, drawn = (
+        fused_request(server, ReuseIn(mode="fused", selector=name)) for name in names
+    )
     assert prophet.own_needs == {Need.QUESTION, Need.ALL_LAYERS}
     assert (prophet.asks_the_question, prophet.compares_kv) == (True, False)
     assert asked_layers(prophet, 14) == 14
@@ -82,7 +84,7 @@ def test_needs_follow_the_request() -> None:
     spans = RequestSpans((), "n", 0, NOTHING_READ, fusion=prophet)
     assert decode(encode(spans), RequestSpans).fusion == prophet
     with pytest.raises(RequestError, match="prophet has no choice of them"):
-        fused_request(server, selector="prophet", layers=3)
+        fused_request(server, ReuseIn(mode="fused", selector="prophet", layers=3))
 
 
 def test_unknown_selector_is_named_with_those_that_there_are() -> None:

@@ -20,7 +20,7 @@ from radix_ext import FusionRequest
 from radix_ext.audit import AuditState
 from sglang_chunkcache.front import audit as audit_module
 from sglang_chunkcache.front.audit import MAX_POSITIONS, MAX_WAITING, Auditor, Check, Listener, Skip
-from sglang_chunkcache.front.fusion_options import fused_request
+from sglang_chunkcache.front.fusion_options import ReuseIn, fused_request
 from sglang_chunkcache.front.request import Identity
 from sglang_chunkcache.wire.report import Fallback, Report
 from tests.kit.front_bench import ME, A, Asked, B, Bench
@@ -42,6 +42,7 @@ class Ranks:
     """The engine's side: what it is asked, and what it answers."""
 
     max_prompt_len = 1000
+    preferred_sampling_params: Mapping[str, Any] | None = None
 
     def __init__(self) -> None:
         self.agrees, self.is_free = True, True
@@ -69,7 +70,8 @@ class Bed:
     def __init__(self, *, share: float = 1.0, **knobs: Any) -> None:
         self.bench = Bench(reuse="fused", selector="query", audit_share=share, **knobs)
         self.ranks, self.now = Ranks(), 0.0
-        self.auditor = Auditor(self.bench.bookkeeper, self.ranks, clock=lambda: self.now)
+        ranks: Any = self.ranks
+        self.auditor = Auditor(self.bench.bookkeeper, ranks, clock=lambda: self.now)
 
     def ask(self, *, fusion: FusionRequest = FUSION) -> Asked:
         return self.bench.ask("q", A, B, fusion=fusion)
@@ -204,7 +206,8 @@ def test_what_others_add_is_not_compared_either() -> None:
     """A processor of the client's own; a parameter of the server's."""
     bed, own = Bed(), make_obj(custom_logit_processor="x")
     assert bed.auditor.listen(bed.ask(), own) is None
-    assert bed.auditor.listen(bed.ask(), make_obj(), {"presence_penalty": 1.5}) is None
+    bed.ranks.preferred_sampling_params = {"presence_penalty": 1.5}
+    assert bed.auditor.listen(bed.ask(), make_obj()) is None
     assert bed.skips == {Skip.CONSTRAINED.value: 2}
 
 
@@ -310,8 +313,9 @@ def test_check_waits_for_room(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (len(bed.ranks.checks), bed.auditor.stats()["waiting"]) == (2, 0)
 
 
-def test_busy_rank_holds_up_no_other() -> None:
-    """The oldest check of a rank with room goes first."""
+def test_busy_rank_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check of a rank with room goes first."""
+    monkeypatch.setattr(audit_module, "POLL_S", 0.001)
     bed = Bed(share=1.0, num_ranks=2)
     waiting(bed, 2)
     busy, free = bed.auditor._waiting
@@ -446,7 +450,8 @@ def test_terms_of_requests_as_clients_write_them(named: Any) -> None:
     bench = Bench(reuse="fused", audit_share=1.0)
 
     def tenant(**wish: Any) -> str | None:
-        terms = bench.plan("q", A, B, fusion=fused_request(bench.config, **wish)).terms
+        reuse = ReuseIn(mode="fused", **wish)
+        terms = bench.plan("q", A, B, fusion=fused_request(bench.config, reuse)).terms
         assert terms is not None
         return terms.whose.tenant
 

@@ -14,7 +14,7 @@ from radix_ext import FusionRequest
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front import bookkeeper
 from sglang_chunkcache.front.answer import explained
-from sglang_chunkcache.front.fusion_options import fused_request
+from sglang_chunkcache.front.fusion_options import ReuseIn, fused_request
 from sglang_chunkcache.front.request import Passage
 from sglang_chunkcache.wire.events import Acknowledgement
 from sglang_chunkcache.wire.message import decode
@@ -157,7 +157,7 @@ FUSED: dict[str, Any] = {"reuse": "fused", "store_threshold": 2}
 
 def fused(bench: Bench, **wish: Any) -> FusionRequest:
     """A client's wish, defaults filled in."""
-    return fused_request(bench.config, **wish)
+    return fused_request(bench.config, ReuseIn(mode="fused", **wish))
 
 
 def fused_turn(talk: Talk, text: str, *chunks: Passage, **wish: Any) -> FusionRequest:
@@ -251,6 +251,8 @@ def test_chunks_over_the_threshold_are_kept() -> None:
     assert told(talk.turn("one", A, B)).keep == frozenset()
     assert told(talk.bench.reply(talk.bench.ask("x", C, B))).keep == {1}
     assert told(talk.turn("two", C)).keep == {1, 2}
+    exact = Bench(store_threshold=1)
+    assert told(exact.ask("x", A)).keep == frozenset(), "without --reuse fused"
 
 
 # What its report becomes

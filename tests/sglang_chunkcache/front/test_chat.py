@@ -29,7 +29,7 @@ from sglang_chunkcache.front.chat import (
     _delta,
     _report_cached,
 )
-from sglang_chunkcache.front.engine import Engine, hand_over
+from sglang_chunkcache.front.engine import Engine
 from tests.kit.front_bench import A, Asked, Bench, make_output
 
 
@@ -48,7 +48,7 @@ def make_chat(bench: Bench, respond: Any) -> RagServingChat:
 def handed(rag: Any) -> Any:
     """An HTTP request that this planned one was handed over with."""
     raw_request: Any = SimpleNamespace(state=SimpleNamespace())
-    hand_over(raw_request, rag)
+    raw_request.state.chunkcache = rag
     return raw_request
 
 

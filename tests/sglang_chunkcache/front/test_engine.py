@@ -17,7 +17,7 @@ pytest.importorskip("sglang")
 
 from radix_ext import ChunkId, FusionRequest
 from sglang_chunkcache.front.audit import Check
-from sglang_chunkcache.front.engine import MAX_PREFETCHES, Engine, hand_over, handed_over
+from sglang_chunkcache.front.engine import MAX_PREFETCHES, Engine
 from sglang_chunkcache.front.request import Identity
 from sglang_chunkcache.scheduler.event_log import EventLog
 from sglang_chunkcache.wire.events import Batch, Inserted
@@ -55,7 +55,7 @@ def make_request(rag: Any = None, *, is_gone: bool = False) -> Any:
 
     request: Any = SimpleNamespace(state=SimpleNamespace(), is_disconnected=is_disconnected)
     if rag is not None:
-        hand_over(request, rag)
+        request.state.chunkcache = rag
     return request
 
 
@@ -198,7 +198,6 @@ def test_failed_prefetch_is_logged_once(caplog: pytest.LogCaptureFixture) -> Non
 def test_requests_of_others_pass_unobserved() -> None:
     bench = Bench()
     for request in (None, make_request()):
-        assert handed_over(request) is None
         assert run(Manager(1), bench, request) == [1]
     assert bench.bookkeeper.metrics.totals()["requests"] == {}
 

@@ -7,27 +7,32 @@ from typing import Any
 
 import pytest
 
-from radix_ext import AccessTable, ChunkId, FusionRequest, Span
+from radix_ext import FusionRequest
 from radix_ext.fusion_request import Focus
 from sglang_chunkcache.config import SELECTORS, ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.fusion_options import (
+    ReuseIn,
     check_fused,
     fused_request,
     recipe_of,
-    spans_to_keep,
 )
 
 FUSED = ChunkCacheConfig(reuse="fused", selector="first", recompute_ratio=0.3, store_threshold=2)
 QUESTION = (1, 2, 3)
 
 
+def wished(server: ChunkCacheConfig = FUSED, **wish: Any) -> FusionRequest:
+    """What a server makes of a client's wish."""
+    return fused_request(server, ReuseIn(mode="fused", **wish))
+
+
 def test_what_is_given_wins() -> None:
     """Zeros are given, too; what is left out is the server's."""
-    assert fused_request(FUSED) == FusionRequest("first", 0.3, "")
-    given = fused_request(FUSED, selector="context", ratio=0, alpha=0, focus="off")
+    assert wished() == FusionRequest("first", 0.3, "")
+    given = wished(selector="context", ratio=0, alpha=0, focus="off")
     assert given == FusionRequest("context", 0.0, "", 0.0, "off")
-    fixed = fused_request(FUSED, tokens=0)
+    fixed = wished(tokens=0)
     assert fixed == FusionRequest("first", 0.3, "", tokens=0)
     assert fixed.is_choice
 
@@ -36,12 +41,12 @@ def test_what_is_given_wins() -> None:
 def test_focus_is_cache_crafts(selector: str) -> None:
     """It comes with `context` alone, unless asked for."""
     default = "spare" if selector == "context" else "off"
-    assert fused_request(FUSED, selector=selector).focus == default
-    assert fused_request(FUSED, selector=selector, focus="spare").focus == "spare"
+    assert wished(selector=selector).focus == default
+    assert wished(selector=selector, focus="spare").focus == "spare"
 
 
 def test_exact_server_names_the_flag() -> None:
-    for refusing in (fused_request, lambda config: check_fused(config, "reuse")):
+    for refusing in (wished, lambda server: check_fused(server, "reuse")):
         with pytest.raises(RequestError, match=r"^reuse: .*--reuse fused"):
             refusing(ChunkCacheConfig())
 
@@ -69,8 +74,8 @@ def test_every_choice_is_in_the_recipe() -> None:
 
 def test_recipe_is_canonical() -> None:
     """How a client writes a number changes nothing."""
-    one = fused_request(FUSED, selector="context", ratio=1, alpha=2)
-    two = fused_request(FUSED, selector="context", ratio=1.0, alpha=2.0)
+    one = wished(selector="context", ratio=1, alpha=2)
+    two = wished(selector="context", ratio=1.0, alpha=2.0)
     assert recipe_of(one, QUESTION) == recipe_of(two, QUESTION)
 
 
@@ -100,17 +105,3 @@ def test_earlier_recipe_of_another_policy_is_not_kept() -> None:
         theirs = recipe_of(other, (9,))
         assert recipe_of(other, (9,), earlier) == theirs
         assert recipe_of(base, (9,), theirs) != theirs
-
-
-# What is kept
-
-
-def test_chunks_asked_for_often_are_kept() -> None:
-    """At the threshold, wherever they stand in the prompt."""
-    table = AccessTable(10)
-    for ids in ("ab", "ac", "a"):
-        table.observe(map(ChunkId, ids))
-    spans = [Span(i, i + 1, ChunkId(name)) for i, name in enumerate("cab")]
-    assert spans_to_keep(FUSED, table, spans) == {1}
-    assert spans_to_keep(replace(FUSED, store_threshold=1), table, spans) == {0, 1, 2}
-    assert spans_to_keep(replace(FUSED, reuse="exact"), table, spans) == frozenset()

@@ -38,14 +38,15 @@ def test_counts_add_up_by_label() -> None:
     for num in (1, 2):
         metrics.count("requests", "finished", num)
         metrics.observe_order(0.25)
-        metrics.observe_phase("select", 0.25)
-        metrics.observe_search("select", 0.5)
+        metrics.observe("reuse_seconds", "select", 0.25)
+        metrics.observe("retrieval_seconds", "select", 0.5)
     metrics.count("sources", "host", 0)
     totals = {name: counts for name, counts in metrics.totals().items() if counts}
     assert totals == {"requests": {"finished": 3}}
     assert metrics.totals().keys() == COUNTERS.keys()
     assert (metrics.order_seconds, metrics.num_orders) == (0.5, 2)
-    assert (metrics.phase_seconds, metrics.search_seconds) == ({"select": 0.5}, {"select": 1.0})
+    assert metrics.seconds("reuse_seconds") == {"select": 0.5}
+    assert metrics.seconds("retrieval_seconds") == {"select": 1.0}
     with pytest.raises(KeyError):
         metrics.count("nonsense", "x")
 
@@ -53,8 +54,8 @@ def test_counts_add_up_by_label() -> None:
 def test_prometheus_shows_the_same_counts(exported: Metrics) -> None:
     exported.count("prompt_tokens", "exact", 7)
     exported.observe_order(1e-5)
-    exported.observe_phase("select", 0.25)
-    exported.observe_search("queued", 0.5)
+    exported.observe("reuse_seconds", "select", 0.25)
+    exported.observe("retrieval_seconds", "queued", 0.5)
     assert shown("retrieval_seconds_sum", phase="queued") == 0.5
     assert shown("reuse_seconds_sum", phase="select") == 0.25
     assert shown("prompt_tokens_total", fate="exact") == 7
@@ -101,7 +102,8 @@ def test_prometheus_is_not_imported_unasked() -> None:
         import sys
         from sglang_chunkcache.front.metrics import Metrics
         metrics = Metrics(prometheus=False)
-        metrics.count("requests", "x"); metrics.observe_order(1); metrics.observe_phase("select", 1)
+        metrics.count("requests", "x"); metrics.observe_order(1)
+        metrics.observe("reuse_seconds", "select", 1)
         Metrics(prometheus=True)
         sys.exit("prometheus_client" in sys.modules)
     """

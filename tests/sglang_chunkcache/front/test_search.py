@@ -7,7 +7,7 @@ launch/test.sh tests/sglang_chunkcache/front/test_search.py
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -42,15 +42,13 @@ async def is_here() -> bool:
 
 
 @pytest.fixture
-def make_search() -> Iterator[Callable[..., tuple[RagSearch, FakeRetriever, Find]]]:
+def make_search() -> Callable[..., tuple[RagSearch, FakeRetriever, Find]]:
     """(search, its retriever, how to find) for a server of these settings."""
-    made: list[RagSearch] = []
 
     def make(**knobs: Any) -> tuple[RagSearch, FakeRetriever, Find]:
         retriever = FakeRetriever()
         config = ChunkCacheConfig(retrieve_refresh_s=0.0, **knobs)
         search = RagSearch(retriever, config, Metrics(prometheus=False))  # type: ignore[arg-type]
-        made.append(search)
 
         def find(messages: Any = TALK, *, is_gone: Any = is_here, **wish: Any) -> Retrieval:
             asked = RetrieveIn(**wish)
@@ -58,9 +56,7 @@ def make_search() -> Iterator[Callable[..., tuple[RagSearch, FakeRetriever, Find
 
         return search, retriever, find
 
-    yield make
-    for search in made:
-        search.close()
+    return make
 
 
 # The query

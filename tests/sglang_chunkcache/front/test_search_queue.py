@@ -10,6 +10,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
+from threading import Event
 from typing import Any
 
 import pytest
@@ -36,9 +37,9 @@ def make_queue() -> Iterator[MakeQueue]:
         return made[-1]
 
     yield make
-    for queue, retriever in made:
+    for _, retriever in made:
         retriever.hold.set()
-        queue.close()
+        retriever.on_refresh = Event().wait  # its thread looks no more
 
 
 def search(

@@ -1,8 +1,7 @@
-"""What is checked before the first request: the index, its tokenizer."""
+"""What is checked before the first request: the index."""
 
 from __future__ import annotations
 
-import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +12,8 @@ import pytest
 pytest.importorskip("fastapi")
 
 from retrieval.errors import RetrievalError
-from sglang_chunkcache.bundled_model import model_dir
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.front.startup import check_tokenizer, open_retriever
+from sglang_chunkcache.front.startup import open_retriever
 from tests.sglang_chunkcache.front.fake_retriever import FakeRetriever
 
 
@@ -48,21 +46,6 @@ def test_start_refuses_a_mode_the_index_lacks(opened: dict[str, Any]) -> None:
     with pytest.raises(RetrievalError, match=r"-retrieve-mode dense: the index x offers bm25"):
         open_retriever(ChunkCacheConfig(index="x", retrieve_mode="dense"))
     open_retriever(ChunkCacheConfig(index="x"))
-
-
-def test_another_tokenizer_is_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Passages cut for it may be too long for the model, or many and short."""
-    from retrieval.tokens import load_tokens
-
-    caplog.set_level(logging.INFO)
-    served = model_dir()
-    same = load_tokens(str(served)).name
-    retriever = FakeRetriever()
-    for path in (served, tmp_path):
-        for retriever.tokenizer in ("words", same, same[:-1] + "?"):
-            check_tokenizer(retriever, str(path))  # type: ignore[arg-type]
-    levels = [record.levelname for record in caplog.records]
-    assert levels == ["INFO"] * 3 + ["WARNING"] + ["INFO"] * 3
 
 
 def test_start_without_the_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from radix_ext import fused_chunk
-from sglang_chunkcache.front.fusion_options import fused_request
+from sglang_chunkcache.front.fusion_options import ReuseIn, fused_request
 from sglang_chunkcache.front.request import Identity, Passage
 from sglang_chunkcache.scheduler.node import facts
 from sglang_chunkcache.scheduler.reporting import rank_state
@@ -38,7 +38,7 @@ class Served:
     ) -> Asked:
         if fused:
             wish = {key: options.pop(key) for key in ("selector", "ratio") if key in options}
-            options["fusion"] = fused_request(self.bench.config, **wish)
+            options["fusion"] = fused_request(self.bench.config, ReuseIn(mode="fused", **wish))
         self.num_asked += 1  # each has its own question, from the first token on
         return self.bench.ask(f"{self.num_asked}?", *passages, who=who, **options)
 

@@ -161,7 +161,7 @@ def test_several_answers_leave_nothing_behind(stream: bool) -> None:
             yield output
 
     async def outputs() -> list[int]:
-        misplaced = Misplaced(lambda: Metrics(prometheus=False), clock=lambda: 0.0)
+        misplaced = Misplaced(lambda: Metrics(prometheus=False))
         found = _watched(misplaced, guard()[0])(generate, manager, obj)
         return [output async for output in found] if stream else [await anext(found)]
 
