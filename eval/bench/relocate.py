@@ -5,14 +5,12 @@
 Moves random KV, in a pool with SGLang's layout (SGLang need not be installed), to other slots and
 positions. Slots are in order (`contiguous`) or random (`scattered`):
 
-    move   pool to pool, keys rotated        write   a blob on the device into the pool, keys
-                                                     rotated
-    read   pool to blob, keys rotated back   load    as `write`, from host memory: pageable, as in
-                                                     the store, and pinned
+    move   to other slots, keys rotated
+    turn   in place: what came from host memory
 
 each by the kernel and by torch, layer by layer; on the CPU by torch alone. A rate is the number of
-bytes read and written, each counted once, over the time; the share is that rate over the rate of a
-plain copy of as many bytes (`load`: to the device) in the same round. Every round measures all arms
+bytes of KV read and written, each counted once, over the time; the share is that rate over the rate
+of a plain copy of as many bytes in the same round. Every round measures all arms
 in a rotating order; shares are of medians, with 95% bootstrap intervals over rounds.
 
 If both run, kernel and torch must give the same bits, or the command fails.
@@ -34,7 +32,7 @@ from torch import Tensor
 from eval.bench.rounds import by_cell, create_timer, take_rounds, told_ratio
 from eval.outcome import add_out_option, open_run, table, tell
 from eval.run import Sample
-from sglang_chunkcache.fusion.relocate import BlobTarget, RotaryTable, copy_moved, read_blob
+from sglang_chunkcache.fusion.relocate import KeyTurn, RotaryTable, copy_moved
 
 SEED = 0
 ROPE_BASE = 500_000.0
@@ -85,49 +83,31 @@ class Bench:
         old, new = torch.arange(2 * num_tokens, device=device).chunk(2)
         self._from = {"source_slots": self.source, "source_positions": old}
         self._to = {"target_slots": self.target, "target_positions": new}
-        # by torch, which runs on every device
-        self.blob = self.read(use_kernel=False)
-        plain = torch.stack(self.blob)
+        plain = torch.stack([buffer[self.source] for buffer in self.buffers])
         self.plain = torch.empty_like(plain), plain
         self.num_bytes = 2 * plain.nbytes
 
     def move(self, *, use_kernel: bool) -> None:
         copy_moved(self.pool, self.table, **self._from, **self._to, use_kernel=use_kernel)
 
-    def read(self, *, use_kernel: bool) -> tuple[Tensor, Tensor]:
-        return read_blob(self.pool, self.table, *self._from.values(), use_kernel=use_kernel)
-
-    def write(self, *, use_kernel: bool, blob: tuple[Tensor, Tensor] | None = None) -> None:
+    def turn(self, *, use_kernel: bool) -> None:
         places = self._from["source_positions"], *self._to.values()
-        target = BlobTarget(self.pool, self.table, *places, use_kernel=use_kernel)
-        target.write(*(blob or self.blob))
+        turn = KeyTurn(self.pool, self.table, *places, use_kernel=use_kernel)  # type: ignore[arg-type]
+        for layer in range(len(self.pool.k_buffer)):
+            turn(range(layer, layer + 1))
 
     def arms(self) -> dict[str, Arm]:
         """The arms by name; without CUDA those of torch only."""
         arms = {"copy": Arm(partial(self.plain[0].copy_, self.plain[1]), None)}
-        is_cuda = self.source.is_cuda
-        for path in ("kernel", "torch") if is_cuda else ("torch",):
-            for name, work in (("move", self.move), ("write", self.write), ("read", self.read)):
+        for path in ("kernel", "torch") if self.source.is_cuda else ("torch",):
+            for name, work in (("move", self.move), ("turn", self.turn)):
                 arms[f"{name}/{path}"] = Arm(partial(work, use_kernel=path == "kernel"), "copy")
-        if not is_cuda:
-            return arms
-        # a load is compared with an upload from the same memory: pageable is 8 GB/s, pinned 55
-        # (2026-11-26T0407-relocate-h200)
-        pageable = self.blob[0].cpu(), self.blob[1].cpu()
-        for memory, blob in (
-            ("pageable", pageable),
-            ("pinned", (pageable[0].pin_memory(), pageable[1].pin_memory())),
-        ):
-            arms[f"upload/{memory}"] = Arm(partial(self._upload, blob), None)
-            arms[f"load/{memory}"] = Arm(
-                partial(self.write, blob=blob, use_kernel=True), f"upload/{memory}"
-            )
         return arms
 
     def wrong(self) -> list[str]:
         """The operations for which kernel and torch give other bits."""
         found = []
-        for name, work in (("move", self.move), ("write", self.write), ("read", self.read)):
+        for name, work in (("move", self.move), ("turn", self.turn)):
             one, other = (
                 self._outcome(partial(work, use_kernel=use_kernel)) for use_kernel in (True, False)
             )
@@ -135,16 +115,12 @@ class Bench:
                 found.append(name)
         return found
 
-    def _outcome(self, work: Callable[[], tuple[Tensor, Tensor] | None]) -> Sequence[Tensor]:
+    def _outcome(self, work: Callable[[], None]) -> Sequence[Tensor]:
         # else an operation that writes nothing would agree with the one before
         for buffer in self.buffers:
-            buffer[self.target] = 0
-        return work() or [buffer[self.target] for buffer in self.buffers]
-
-    def _upload(self, blob: tuple[Tensor, Tensor]) -> None:
-        for part, host in zip(self.plain[0], blob, strict=True):
-            # as the store's own loads; from pageable memory CUDA waits all the same
-            part.copy_(host, non_blocking=True)
+            buffer[self.target] = 1
+        work()
+        return [buffer[self.target] for buffer in self.buffers]
 
 
 def summarize(samples: Sequence[Sample]) -> dict[str, Any]:

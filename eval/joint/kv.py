@@ -14,7 +14,7 @@ from torch import Tensor
 
 from eval.bench.relocate import Pool
 from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
-from sglang_chunkcache.fusion.relocate import BlobTarget, RotaryTable, read_blob
+from sglang_chunkcache.fusion.relocate import KeyTurn, RotaryTable
 
 define_torchvision_ops()  # must run before transformers is imported
 
@@ -78,13 +78,21 @@ class ModelKv:
         """Keys, un-rotated, and values of a piece:
         [num_layers, num_tokens, num_kv_heads, head_dim]."""
         at = torch.arange(*span)
-        return read_blob(cached.pool, self._table, at, at, target_positions=torch.zeros_like(at))
+        kv = cached.pool
+        pool = Pool([each[at] for each in kv.k_buffer], [each[at] for each in kv.v_buffer])
+        self._turn(pool, at, torch.zeros_like(at))
+        return torch.stack(pool.k_buffer), torch.stack(pool.v_buffer)
 
     @torch.inference_mode()
     def restore(self, cached: Cached, span: tuple[int, int], kv: tuple[Tensor, Tensor]) -> None:
         """Write what `stored` gave, or what has become of it, into the pool at a piece's place."""
         at = torch.arange(*span)
-        BlobTarget(cached.pool, self._table, torch.zeros_like(at), at, at).write(*kv)
+        pool = Pool([*kv[0].clone()], [*kv[1]])
+        self._turn(pool, torch.zeros_like(at), at)
+        for mine, given in zip(cached.pool.k_buffer, pool.k_buffer, strict=True):
+            mine[at] = given
+        for mine, given in zip(cached.pool.v_buffer, pool.v_buffer, strict=True):
+            mine[at] = given
 
     @torch.inference_mode()
     def log_probs(self, cached: Cached, token_ids: Sequence[int]) -> Tensor:
@@ -139,8 +147,12 @@ class ModelKv:
 
     def _rotated(self, queries: list[Tensor]) -> list[Tensor]:
         at = torch.arange(len(queries[0]))
-        stacked = torch.stack(queries)
-        pool = Pool(list(torch.empty_like(stacked)), list(torch.empty_like(stacked)))
-        # Writing a blob rotates keys, so queries pass as keys; what comes as values is not read.
-        BlobTarget(pool, self._table, torch.zeros_like(at), at, at).write(stacked, stacked)
+        # As keys: what comes as values is not read.
+        pool = Pool([each.clone() for each in queries], queries)
+        self._turn(pool, torch.zeros_like(at), at)
         return pool.k_buffer
+
+    def _turn(self, pool: Pool, old: Tensor, new: Tensor) -> None:
+        """Keys of all slots, to other positions."""
+        slots = torch.arange(len(old))
+        KeyTurn(pool, self._table, old, slots, new)(range(len(pool.k_buffer)))  # type: ignore[arg-type]

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from radix_ext.moved_plan import Limits
-from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.config import ChunkCacheConfig, flag_name
 from sglang_chunkcache.fusion.calibration_trial import Calibrator
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.gate import GateFigures, gated_attention
@@ -23,10 +23,17 @@ from sglang_chunkcache.fusion.relocate import RotaryTable, rotary_of
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.fusion.trial_rows import Means
 from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
+from sglang_chunkcache.scheduler.codec_pool import CodecPool
 from sglang_chunkcache.scheduler.host_chains import HostChains
-from sglang_chunkcache.scheduler.host_pool import keeps_chains, store_bytes
+from sglang_chunkcache.scheduler.host_nodes import HostCounts, HostNodes
+from sglang_chunkcache.scheduler.host_pool import (
+    NoSlots,
+    keeps_chains,
+    pool_of_all_ranks,
+    store_bytes,
+)
 from sglang_chunkcache.scheduler.pricing import Pricing
-from sglang_chunkcache.storage.codec import CODECS, NONE
+from sglang_chunkcache.storage.codec import CODECS, Quantized
 from sglang_chunkcache.storage.fingerprint import fingerprint
 from sglang_chunkcache.storage.opening import create_index
 from sglang_chunkcache.storage.storage import Storage
@@ -75,9 +82,16 @@ def create_fuser(
         question_window=config.question_window,
         num_layers=pool.layer_num,
     )
+    nodes = _nodes(tree, ctx, config, host_chains)
+    has_chains = nodes is host_chains.nodes
+    logger.info(
+        "chunk cache: chunks that are moved in host memory: %.0f MiB, %s",
+        nodes.index.held.max_bytes / (1 << 20),
+        "exact chains included" if has_chains else f"in codec {codec.name}",
+    )
     if config.move == "pays":
         started = time.perf_counter()
-        longest = measure_costs(means, max_tokens=prefill_budget, codec=codec)
+        longest = measure_costs(means, nodes, max_tokens=prefill_budget)
         if longest:
             pricing.start()
         else:
@@ -93,18 +107,9 @@ def create_fuser(
                 for phase, line in (pricing.costs or {}).items()
             },
         )
-    host = host_chains if codec is NONE and host_chains.pool.num_slots else None
-    store = host.index if host is not None else create_index(config, store_bytes(ctx, config))
-    nodes = None if host is None else host.nodes
-    logger.info(
-        "chunk cache: chunks that are moved in host memory: %.0f MiB, %s",
-        store.held.max_bytes / (1 << 20),
-        f"in codec {codec.name}" if host is None else "exact chains included",
-    )
     fuser = Fuser(
         tree,
-        FusionPass(runner, table, config, (sparse, attention), pricing, nodes),
-        store,
+        FusionPass(runner, table, config, nodes, (sparse, attention), pricing),
         limits,
         # Weights may be away when the tree is reset, and cannot be read then.
         fingerprint=(lambda: None)
@@ -114,10 +119,8 @@ def create_fuser(
         calibrator=Calibrator(means, config.recompute_ratio or 0.15),
         tier=None
         if storage is None
-        else StorageTier(
-            store, storage, config.store_codec, nodes, max_gap_tokens=config.max_gap_tokens
-        ),
-        in_host_memory=None if host is None else host.write_back.takes,
+        else StorageTier(storage, nodes, max_gap_tokens=config.max_gap_tokens),
+        in_host_memory=host_chains.write_back.takes if has_chains else None,
         gate=figures.as_dict(),
         metrics=StoreMetrics() if args.enable_metrics else None,
     )
@@ -125,7 +128,7 @@ def create_fuser(
     if fuser.tier is not None:
         started = time.perf_counter()
         # what is in no chain leaves half of the pool to what is
-        share = 0.5 if host is not None and keeps_chains(ctx, config) else 1.0
+        share = 0.5 if has_chains and keeps_chains(ctx, config) else 1.0
         num_loaded = fuser.tier.load_most_used(share=share)
         logger.info(
             "chunk cache: %d chunks loaded from the storage into the store in %.1f s",
@@ -133,6 +136,20 @@ def create_fuser(
             time.perf_counter() - started,
         )
     return fuser
+
+
+def _nodes(
+    tree: ChunkTree, ctx: Any, config: ChunkCacheConfig, host_chains: HostChains
+) -> HostNodes:
+    """What has the KV of chunks that are moved: exact chains' pool, or a codec's own."""
+    codec = CODECS[config.store_codec]
+    if not isinstance(codec, Quantized):
+        return host_chains.nodes
+    create = partial(CodecPool, num_bytes=store_bytes(ctx, config), codec=codec)
+    asked = f"{flag_name('store_mib')} {config.store_mib}" if config.store_mib else None
+    pool = pool_of_all_ranks(ctx, create, asked) or NoSlots()
+    index = create_index(config, max(1, pool.num_slots * pool.token_bytes))
+    return HostNodes(tree, pool, index, HostCounts())
 
 
 def _judge(figures: GateFigures, attention: str, policy: str) -> None:

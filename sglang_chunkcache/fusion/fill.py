@@ -35,12 +35,11 @@ from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.moving import Mover
 from sglang_chunkcache.fusion.outward import OutwardWatch
 from sglang_chunkcache.fusion.recompute import PlanError, run_extend, run_pass
-from sglang_chunkcache.fusion.relocate import RotaryTable, read_blob
-from sglang_chunkcache.fusion.store import ChunkScores, HostBlob, Offload
+from sglang_chunkcache.fusion.relocate import RotaryTable
+from sglang_chunkcache.fusion.store import ChunkScores, Offload
 from sglang_chunkcache.scheduler.host_nodes import HostNodes
 from sglang_chunkcache.scheduler.host_slots import HostSlots
 from sglang_chunkcache.scheduler.pricing import Pricing
-from sglang_chunkcache.storage.codec import CODECS, NONE, Codec, Sizes
 from sglang_chunkcache.wire.report import Fallback
 
 logger = logging.getLogger(__name__)
@@ -73,33 +72,32 @@ class Captured:
     """A chunk's KV and scores on their way to host memory.
 
     Args:
-        kv: keys and values on the device, of which the codec's parts are copied; or slots of the
-            host pool, which have the KV for what reads them on this stream. None: it had no room.
+        slots: of the host pool, which have the KV for what reads them on this stream. None: it had
+            no room.
         scores: known before; None: not, or measured with this copy.
         measured: the probe, and `score_chunks`' sums on the device.
+        are_kept: as `HostPool.save` returns.
     """
 
     def __init__(
         self,
-        kv: tuple[Tensor, Tensor] | HostSlots | None,
+        slots: HostSlots | None,
         scores: ChunkScores | None,
         measured: tuple[ScoreProbe, Tensor] | None = None,
-        codec: Codec = NONE,
+        are_kept: Sequence[Tensor] = (),
     ) -> None:
-        self._scores, self._probe, self._codec = scores, measured and measured[0], codec
-        self.slots = kv if isinstance(kv, HostSlots) else None
-        parts = codec.encode(*kv) if isinstance(kv, tuple) else ()
-        self._num_parts = len(parts)
-        # Scores travel with the KV: one event tells that both have arrived.
-        self._offload = Offload([*parts, *(measured[1:] if measured else ())])
+        self.slots, self._scores, self._probe = slots, scores, measured and measured[0]
+        self._num_kept = len(are_kept)
+        self._offload = Offload([*are_kept, *(measured[1:] if measured else ())])
         self.is_done, self.wait = self._offload.is_done, self._offload.wait
 
-    def read(self) -> tuple[Any, ChunkScores | None]:
-        """What has arrived: a `HostBlob`, or slots. Raises ValueError: the codec cannot keep it."""
+    def read(self) -> tuple[HostSlots | None, ChunkScores | None]:
+        """What has arrived. Raises ValueError: the codec cannot keep it."""
         arrived = self._offload.read()
-        parts, sums = arrived[: self._num_parts], arrived[self._num_parts :]
-        scores = self._scores if self._probe is None else scores_of(self._probe, *sums)
-        return HostBlob(*parts, codec=self._codec) if parts else self.slots, scores
+        if not all(arrived[: self._num_kept]):
+            raise ValueError("a codec keeps no KV that is not finite")
+        sums = arrived[self._num_kept :]
+        return self.slots, self._scores if self._probe is None else scores_of(self._probe, *sums)
 
     def give_back(self) -> None:
         """It comes into no store."""
@@ -111,9 +109,9 @@ class FusionPass:
     """The tensor side of one rank.
 
     Args:
+        host: has the KV of chunks that are moved.
         attention: as `choice.create` returns it, which is asked where it is None.
         pricing: learns what the phases take.
-        host: has the store's KV. None: each variant has tensors of its own.
     """
 
     def __init__(
@@ -121,11 +119,11 @@ class FusionPass:
         runner: Any,
         table: RotaryTable,
         config: ChunkCacheConfig,
+        host: HostNodes,
         attention: tuple[SparseAttention | None, dict[str, Any]] | None = None,
         pricing: Pricing | None = None,
-        host: HostNodes | None = None,
     ) -> None:
-        self.runner, self.table, self.config, self._host = runner, table, config, host
+        self.runner, self.table, self.config, self.host = runner, table, config, host
         self.sparse, self.attention = attention or choice.create(runner, config.recompute_attention)
         self.pricing = pricing or Pricing(runner)
         self.calibration = Calibration()
@@ -133,7 +131,6 @@ class FusionPass:
         self.outward = OutwardWatch(self)
         self.num_unplanned = 0
         self.pool = runner.token_to_kv_pool
-        self.codec = CODECS[config.store_codec]
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.num_tokens: Counter[str] = Counter()
         self.mover = Mover(self.pool, table, self.pricing, host, self.num_tokens)
@@ -183,35 +180,28 @@ class FusionPass:
             self.num_tokens["scored"] += sum(len(probe.token_ids) for probe in probes.values())
         captured = list[Captured]()
         with self._timed("capture"), ExitStack() as taken:
+            self.host.pool.follow()
             for index, capture in enumerate(captures):
-                kv: tuple[Tensor, Tensor] | HostSlots | None
                 slots = capture.slots[capture.start :]
-                if self._host is None:
-                    positions = torch.arange(capture.start, len(capture.slots), device=slots.device)
-                    # Keys stay as they are: turned where they are moved to, they are rounded once.
-                    kv = read_blob(self.pool, self.table, slots, positions)
-                elif (kv := self._host.room(len(slots))) is not None:
-                    taken.callback(kv.give_back)
-                    self._host.pool.save(slots, kv.slots)
-                captured.append(Captured(kv, capture.scores, measured.get(index), self.codec))
+                # Keys stay as they are: turned where they are moved to, they are rounded once.
+                are_kept: list[Tensor] = []
+                if (kept := self.host.room(len(slots))) is not None:
+                    taken.callback(kept.give_back)
+                    are_kept = self.host.pool.save(slots, kept.slots)
+                captured.append(Captured(kept, capture.scores, measured.get(index), are_kept))
             taken.pop_all()  # nothing has failed
         return captured
 
     @property
     def stored_token_bytes(self) -> int:
-        if self._host is not None:
-            return self._host.pool.token_bytes
-        keys, values = self.pool.k_buffer, self.pool.v_buffer
-        _, heads, key_dim = keys[0].shape
-        return self.codec.nbytes(
-            Sizes(len(keys), 1, heads, key_dim, values[0].shape[-1], self.pool.dtype)
-        )
+        return self.host.pool.token_bytes
 
     def stats(self) -> dict[str, Any]:
         """Seconds and tokens since the start, by phase; what the pass attends with, how often it
         had to do without (`fallbacks`); how far an element may be off in the store."""
+        codec = self.host.pool.codec
         return {
-            "codec": {"name": self.codec.name, "max_error": self.codec.max_error(self.pool.dtype)},
+            "codec": {"name": codec.name, "max_error": codec.max_error(self.pool.dtype)},
             "layers_ahead": self.mover.layers_ahead,
             "copied_again": self.mover.num_copied_again,
             "attention": {**self.attention, "fallbacks": self.num_unplanned},

@@ -38,7 +38,7 @@ from sglang_chunkcache.attention import choice
 from sglang_chunkcache.attention.base import PassSequence, SparseAttention, SparseRequest
 from sglang_chunkcache.attention.masked import Observer
 from sglang_chunkcache.fusion.recompute import run_pass
-from sglang_chunkcache.fusion.relocate import BlobTarget, read_blob, rotary_of
+from sglang_chunkcache.fusion.relocate import KeyTurn, rotary_of
 from sglang_chunkcache.fusion.trial_rows import Means, Row
 
 logger = logging.getLogger(__name__)
@@ -314,8 +314,9 @@ class Trial:
         """B by way of the store; `stored_ulps`."""
         table, slots = self._means.table, self._moved.slots[self._b]
         at = self._b_elsewhere
-        blob = read_blob(self._pool, table, self._elsewhere.slots[at], at)
-        BlobTarget(self._pool, table, at, slots, self._b).write(*blob)
+        for buffer in (*self._pool.k_buffer, *self._pool.v_buffer):
+            buffer[slots] = buffer[self._elsewhere.slots[at]]
+        KeyTurn(self._pool, table, at, slots, self._b)(range(self._pool.layer_num))
         return self._ulps(self._moved)
 
     def _far(self) -> float:

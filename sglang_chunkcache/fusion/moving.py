@@ -14,25 +14,23 @@ from torch import Tensor
 from radix_ext.costs import Phase, Work, seconds
 from radix_ext.sources import DeviceCopy, HostCopy
 from sglang_chunkcache.fusion.move import Move
-from sglang_chunkcache.fusion.relocate import BlobTarget, RotaryTable, copy_moved
-from sglang_chunkcache.fusion.store import HostBlob
+from sglang_chunkcache.fusion.relocate import KeyTurn, RotaryTable, copy_moved
 from sglang_chunkcache.scheduler.host_nodes import HostNodes
 from sglang_chunkcache.scheduler.host_slots import HostSlots
-from sglang_chunkcache.scheduler.layer_loads import Copy, LayerLoads, copied_ahead
+from sglang_chunkcache.scheduler.layer_loads import LayerLoads, copied_ahead
 from sglang_chunkcache.scheduler.node import joined
 from sglang_chunkcache.scheduler.pricing import Pricing
 
 
 class Mover:
-    """Of one rank. `host` has the store's KV; None: each variant has tensors of its own.
-    `num_tokens`, by source, is counted here."""
+    """Of one rank. `host` has the store's KV. `num_tokens`, by source, is counted here."""
 
     def __init__(
         self,
         pool: Any,
         table: RotaryTable,
         pricing: Pricing,
-        host: HostNodes | None,
+        host: HostNodes,
         num_tokens: Counter[str],
     ) -> None:
         self._pool, self._table, self._pricing, self._host = pool, table, pricing, host
@@ -47,7 +45,7 @@ class Mover:
         """Copy the KV of every moved piece into its slots; what comes from host memory may go on
         beside what is queued next, until `settle`."""
         copies: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
-        blobs: list[tuple[HostBlob | HostSlots, Tensor, Tensor, Tensor]] = []
+        blobs: list[tuple[HostSlots, Tensor, Tensor, Tensor]] = []
         for move in moves:
             self.num_tokens["moved_other_head"] += sum(
                 each.end - each.start for each in move.moved if each.other_head
@@ -90,14 +88,22 @@ class Mover:
             self.num_copied_again += self._loads.settle()
 
     def _load(
-        self,
-        moves: Sequence[Move],
-        blobs: Sequence[tuple[HostBlob | HostSlots, Tensor, Tensor, Tensor]],
+        self, moves: Sequence[Move], blobs: Sequence[tuple[HostSlots, Tensor, Tensor, Tensor]]
     ) -> None:
-        """From host memory, in layers, of which some come beside the passes (Cache-Craft 3.4.2)."""
+        """From host memory, in layers, of which some come beside the passes (Cache-Craft 3.4.2):
+        one launch for all chunks of a layer, and another one that turns their keys in place."""
         work = Work(len(blobs), sum(len(slots) for _, _, slots, _ in blobs))
+        pool = self._host.pool
+        pool.follow()
+        held = pool.prepare(torch.cat([blob.slots for blob, *_ in blobs]))
+        _, *places = zip(*blobs, strict=True)
+        origins, slots, positions = map(joined, places)
+        turn = KeyTurn(self._pool, self._table, origins, slots, positions)
+
         # `LayerLoads` calls it again after a failure: it only overwrites slots of these moves.
-        copy = self._from_blobs(blobs) if self._host is None else self._from_pool(blobs, self._host)
+        def copy(layers: range) -> None:
+            pool.copy(held, slots, layers)
+            turn(layers)
 
         num_ahead = self._num_ahead(moves, work)
         self.layers_ahead = self._loads.start(
@@ -105,31 +111,6 @@ class Mover:
         )
         # Loads that others have begun, as of exact chains, end after their own forward.
         self._is_overlapped = self.layers_ahead < self._loads.num_layers
-
-    def _from_blobs(self, blobs: Sequence[tuple[Any, Tensor, Tensor, Tensor]]) -> Copy:
-        targets = [(blob, BlobTarget(self._pool, self._table, *place)) for blob, *place in blobs]
-
-        def copy(layers: range) -> None:
-            for blob, target in targets:
-                keys, values = blob.read(target.device, layers)
-                target.write(keys, values, layers)
-
-        return copy
-
-    def _from_pool(
-        self, blobs: Sequence[tuple[Any, Tensor, Tensor, Tensor]], host: HostNodes
-    ) -> Copy:
-        """One launch for all chunks of a layer, and another one that turns their keys in place."""
-        held = host.pool.prepare(torch.cat([blob.slots for blob, *_ in blobs]))
-        _, *places = zip(*blobs, strict=True)
-        origins, slots, positions = map(joined, places)
-        target = BlobTarget(self._pool, self._table, origins, slots, positions)
-
-        def copy(layers: range) -> None:
-            host.pool.copy(held, slots, layers)
-            target.turn(layers)
-
-        return copy
 
     def _num_ahead(self, moves: Sequence[Move], work: Work) -> int:
         """By equation 16, as if the passes were one; all where none follows, or a thread beside it

@@ -21,10 +21,9 @@ from sglang_chunkcache.fusion.measure import (
     deviation_evidence,
     question_evidence,
 )
-from sglang_chunkcache.fusion.relocate import BlobTarget, read_blob
-from sglang_chunkcache.fusion.store import HostBlob, Offload
+from sglang_chunkcache.fusion.relocate import KeyTurn
 from sglang_chunkcache.fusion.trial_rows import Means, Row
-from sglang_chunkcache.storage.codec import Codec
+from sglang_chunkcache.scheduler.host_nodes import HostNodes
 
 MAX_SECONDS = 1.0
 """Of the longest prefill; all takes about twelve times as long.
@@ -34,13 +33,13 @@ DEPTH = 2
 """Layers that KV is compared after."""
 
 
-def measure_costs(means: Means, *, max_tokens: int, codec: Codec) -> int:
+def measure_costs(means: Means, host: HostNodes, *, max_tokens: int) -> int:
     """Fill the model of `means.pricing`. Returns the tokens of the longest prompt; 0, and nothing
     measured, where the pool holds not two of 128.
 
     Args:
         means: slots and rows are given back.
-        codec: the store's.
+        host: has the KV of chunks that are moved; its slots are given back, too.
         max_tokens: SGLang's prefill budget: memory is free for no more at a time; 128 are run in
             any case.
     """
@@ -55,16 +54,16 @@ def measure_costs(means: Means, *, max_tokens: int, codec: Codec) -> int:
     if room < MIN_TOKENS:
         return 0
     with torch.no_grad(), means.rows([room, room]) as rows:
-        trial = _Trial(means, rows, codec)
+        trial = _Trial(means, rows, host)
         longest = max(MIN_TOKENS, min(room, int(MAX_SECONDS / trial.seconds_per_token())))
         trial.run(longest, min(means.window, longest // 4))
     return longest
 
 
 class _Trial:
-    def __init__(self, means: Means, rows: Sequence[Row], codec: Codec) -> None:
+    def __init__(self, means: Means, rows: Sequence[Row], host: HostNodes) -> None:
         self._means, self._runner, self._pool = means, means.runner, means.pool
-        (self._row, self._other), self._codec = rows, codec
+        (self._row, self._other), self._host = rows, host
         vocab_size = means.runner.model_config.vocab_size
         self._ids = torch.arange(len(self._row.slots)) % min(vocab_size, 997)
 
@@ -94,8 +93,15 @@ class _Trial:
         lengths = [(1, n) for n in (quarter // 4, quarter, longest)]
         self._time(Phase.DEVICE, self._copy, lengths, Work)
         # Beforehand: the time is that of the way to the device alone.
-        self._blobs = {n: self._read(n) for _, n in lengths}
-        self._time(Phase.HOST, self._write, lengths, Work)
+        pool = self._host.pool
+        num_held = min(longest, pool.num_slots)
+        if (held := self._host.room(num_held)) is not None:
+            pool.follow()
+            pool.save(self._row.slots[:num_held], held.slots)
+            self._held = pool.prepare(held.slots)
+            fitting = [each for each in lengths if each[1] <= num_held]
+            self._time(Phase.HOST, self._load, fitting, Work)
+            held.give_back()
 
     # Private, in order of use
 
@@ -145,19 +151,12 @@ class _Trial:
         source, target = (row.slots[:num_tokens] for row in (self._row, self._other))
         self._means.move(source, positions, target, positions + 1)
 
-    def _read(self, num_tokens: int) -> HostBlob:
-        slots = self._row.slots[:num_tokens]
-        positions = torch.arange(num_tokens, device=slots.device)
-        kv = read_blob(self._pool, self._means.table, slots, positions)
-        offload = Offload(self._codec.encode(*kv))  # into pinned memory, as captures are
-        offload.wait()
-        return HostBlob(*offload.read(), codec=self._codec)
-
-    def _write(self, _: int, num_tokens: int) -> None:
+    def _load(self, _: int, num_tokens: int) -> None:
         """Layer by layer, as beside a pass."""
         slots = self._other.slots[:num_tokens]
         positions = torch.arange(num_tokens, device=slots.device)
-        target = BlobTarget(self._pool, self._means.table, positions, slots, positions + 1)
+        turn = KeyTurn(self._pool, self._means.table, positions, slots, positions + 1)
         for layer in range(self._pool.layer_num):
             layers = range(layer, layer + 1)
-            target.write(*self._blobs[num_tokens].read(slots.device, layers), layers)
+            self._host.pool.copy(self._held[:num_tokens], slots, layers)
+            turn(layers)

@@ -24,7 +24,6 @@ from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from radix_ext.moved_plan import Limits
 from radix_ext.sources import ChunkSources
-from radix_ext.variant_index import VariantIndex
 from sglang_chunkcache.config import MAX_COPIES
 from sglang_chunkcache.fusion.calibration_trial import Calibrator
 from sglang_chunkcache.fusion.fill import FusionPass
@@ -70,7 +69,6 @@ class Fuser:
         self,
         tree: ChunkTree,
         fusion_pass: FusionPass,
-        store: VariantIndex,
         limits: Limits,
         *,
         fingerprint: Callable[[], int | None],
@@ -80,6 +78,7 @@ class Fuser:
         in_host_memory: Callable[[TreeNode], bool] | None = None,
         gate: dict[str, Any] | None = None,
     ) -> None:
+        store = fusion_pass.host.index
         self.tree, self.fusion_pass, self.store, self.tier = tree, fusion_pass, store, tier
         self.pricing, self.outward = fusion_pass.pricing, fusion_pass.outward
         self.sources = ChunkSources(tree.copies, store, max_copies=MAX_COPIES)

@@ -157,5 +157,5 @@ class Promises:
 def slots_of(plan: ReusePlan) -> Iterator[HostSlots]:
     """What the plan reads in the host pool."""
     for piece in plan.pieces:
-        if isinstance(piece.source, HostCopy) and isinstance(piece.source.facts.blob, HostSlots):
+        if isinstance(piece.source, HostCopy):
             yield piece.source.facts.blob

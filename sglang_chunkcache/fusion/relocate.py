@@ -21,7 +21,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -29,8 +28,6 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-
-    from sglang_chunkcache.fusion.relocate_kernel import Blob
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Of pools that KV can be moved in; quantised KV would have to be dequantised first."""
@@ -177,11 +174,16 @@ def copy_moved(
     if source_slots.device.type == "cpu":
         _check_apart(source_slots, target_slots)
     turn = table._turn(source_positions, target_positions)
-    _move(pool, table, turn, source_slots, target_slots, use_kernel=use_kernel)
+    if _takes_kernel(pool, use_kernel):
+        _launch(pool.k_buffer, pool.v_buffer, table, turn, source_slots, target_slots)
+        return
+    for keys, values in zip(pool.k_buffer, pool.v_buffer, strict=True):
+        keys[target_slots] = table._apply_(keys[source_slots], turn)
+        values[target_slots] = values[source_slots]
 
 
-class BlobTarget:
-    """Slots that stored KV is written into. Queued on the current stream.
+class KeyTurn:
+    """Turns keys of a pool in place, layer by layer. Queued on the current stream.
 
     Args:
         source_positions: [num_tokens] int64, where the model stored these keys; on the pool's
@@ -206,129 +208,40 @@ class BlobTarget:
         _check_places(
             pool,
             table,
-            {"target_slots": slots},
-            {"target_positions": positions, "source_positions": source_positions},
+            {"slots": slots},
+            {"positions": positions, "source_positions": source_positions},
         )
         self._pool, self._table, self._slots = pool, table, slots
         self._turn, self._use_kernel = table._turn(source_positions, positions), use_kernel
 
-    @property
-    def device(self) -> torch.device:
-        """The pool's."""
-        return self._slots.device
-
-    def turn(self, layers: range) -> None:
-        """The slots hold KV of these layers as the model stored it: turn its keys in place."""
+    def __call__(self, layers: range) -> None:
+        """The slots hold KV of these layers as the model stored it."""
         if _takes_kernel(self._pool, self._use_kernel):
-            self._move(self._slots, layers)
+            part = slice(layers.start, layers.stop)
+            keys, values = self._pool.k_buffer[part], self._pool.v_buffer[part]
+            _launch(keys, values, self._table, self._turn, self._slots, self._slots)
             return
         for keys in self._pool.k_buffer[layers.start : layers.stop]:
             keys[self._slots] = self._table._apply_(keys[self._slots], self._turn)
-
-    def write(self, keys: Tensor, values: Tensor, layers: range | None = None) -> None:
-        """KV of these layers, keys turned to their new positions; None: all.
-
-        KV on another device is first copied to the pool's, keys and values with one copy each. From
-        pinned memory, as the store has it on CUDA, the copy is queued like the rest. From pageable
-        memory, as a storage gives it, CUDA makes the host wait: for the stream's earlier work, then
-        until it has been read.
-
-        Args:
-            keys: [num_layers, num_tokens, num_kv_heads, head_dim], of these layers, the pool's
-                dtype, as `read_blob` gives them; on any device, only read.
-            values: [num_layers, num_tokens, num_kv_heads, v_head_dim], otherwise like `keys`.
-        Raises:
-            ValueError: as `copy_moved`.
-        """
-        layers = range(len(self._pool.k_buffer)) if layers is None else layers
-        for name, blob, buffers in (
-            ("keys", keys, self._pool.k_buffer),
-            ("values", values, self._pool.v_buffer),
-        ):
-            shape = len(layers), len(self._slots), *buffers[0].shape[1:]
-            _check(name, blob, shape=shape, dtypes=(self._pool.dtype,))
-        keys, values = (
-            blob.to(self.device, non_blocking=True).contiguous() for blob in (keys, values)
-        )
-        self._move((keys, values), layers)
-
-    def _move(self, source: Tensor | Blob, layers: range) -> None:
-        move = partial(_move, layers=layers, use_kernel=self._use_kernel)
-        move(self._pool, self._table, self._turn, source, self._slots)
-
-
-def read_blob(
-    pool: MHATokenToKVPool,
-    table: RotaryTable,
-    slots: Tensor,
-    positions: Tensor,
-    *,
-    target_positions: Tensor | None = None,
-    use_kernel: bool | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The KV of tokens, bit by bit, or with keys turned to other positions. Queued on the current
-    stream, no sync.
-
-    Args:
-        slots: [num_tokens] int64, on the pool's device.
-        positions: [num_tokens] int64, where the model stored these keys; on the pool's device.
-        target_positions: Like `positions`; all 0: un-rotated. None: keys stay as they are.
-        pool, table, use_kernel: as in `copy_moved`; the pool is only read.
-    Returns:
-        Keys [num_layers, num_tokens, num_kv_heads, head_dim] and values [.., v_head_dim]: in the
-        pool's dtype, own memory.
-    Raises:
-        ValueError: as `copy_moved`.
-    """
-    _check_places(pool, table, {"slots": slots}, {"positions": positions})
-    # A turn by 0 is exactly 1, so keys that stay keep every bit.
-    turn = table._turn(positions, positions if target_positions is None else target_positions)
-    keys, values = (
-        torch.empty(
-            (len(buffers), len(slots), *buffers[0].shape[1:]), dtype=pool.dtype, device=slots.device
-        )
-        for buffers in (pool.k_buffer, pool.v_buffer)
-    )
-    _move(pool, table, turn, slots, (keys, values), use_kernel=use_kernel)
-    return keys, values
 
 
 def _takes_kernel(pool: MHATokenToKVPool, use_kernel: bool | None) -> bool:
     return pool.k_buffer[0].is_cuda if use_kernel is None else use_kernel
 
 
-def _move(
-    pool: MHATokenToKVPool,
+def _launch(
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
     table: RotaryTable,
     turn: _Turn,
-    source: Tensor | Blob,
-    target: Tensor | Blob,
-    *,
-    layers: range | None = None,
-    use_kernel: bool | None,
+    source: Tensor,
+    target: Tensor,
 ) -> None:
-    """Between slots of the pool, or slots and a blob, of these layers (None: all)."""
-    part = slice(None) if layers is None else slice(layers.start, layers.stop)
-    keys, values = pool.k_buffer[part], pool.v_buffer[part]
-    if _takes_kernel(pool, use_kernel):
-        # only here: without CUDA nothing needs Triton
-        from sglang_chunkcache.fusion.relocate_kernel import relocate
+    # only here: without CUDA nothing needs Triton
+    from sglang_chunkcache.fusion.relocate_kernel import relocate
 
-        turned = {"cos": turn.cos, "sin": turn.sin, "is_neox": table.is_neox}
-        relocate(keys, values, **turned, source=source, target=target)
-        return
-    for layer, buffers in enumerate(zip(keys, values, strict=True)):
-        if isinstance(source, tuple):
-            # A copy: the keys may be the store's, and `_apply_` writes in place.
-            moved_keys, moved_values = source[0][layer].clone(), source[1][layer]
-        else:
-            moved_keys, moved_values = (buffer[source] for buffer in buffers)
-        table._apply_(moved_keys, turn)
-        for side, moved in enumerate((moved_keys, moved_values)):
-            if isinstance(target, tuple):
-                target[side][layer] = moved
-            else:
-                buffers[side][target] = moved
+    turned = {"cos": turn.cos, "sin": turn.sin, "is_neox": table.is_neox}
+    relocate(keys, values, **turned, source=source, target=target)
 
 
 def _check_apart(source_slots: Tensor, target_slots: Tensor) -> None:

@@ -4,8 +4,7 @@ layers.
     program = token block x layer x K or V   values:  rows as they are   keys:  pairs turned, the
                                                                                 rest as it is
 
-Between slots of one pool, or between a pool and a blob [num_layers, num_tokens, heads, head_dim]. A
-token may keep its slot: one program reads its elements, then writes them. But programs run in any
+A token may keep its slot: one program reads its elements, then writes them. But programs run in any
 order, so no target may be another token's source. The formula is relocate.py's, in float32 without
 fused multiply-add, rounded once: bit by bit what torch computes. Layers vary fastest in the grid,
 so that a block's cos and sin stay in the cache while all layers use them.
@@ -19,15 +18,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-
-Blob: TypeAlias = tuple[Tensor, Tensor]
-"""Keys [num_layers, num_tokens, num_kv_heads, head_dim] and values [.., v_head_dim], contiguous."""
 
 TILE_BYTES = 8192
 """Of rows that one program moves: four 16-byte loads a thread.
@@ -58,8 +54,8 @@ def launch_arguments(
     sin: Tensor,
     *,
     is_neox: bool,
-    source: Tensor | Blob,
-    target: Tensor | Blob,
+    source: Tensor,
+    target: Tensor,
 ) -> tuple[dict[str, Any], int]:
     """The kernel's arguments by name and how many programs it takes.
 
@@ -71,16 +67,13 @@ def launch_arguments(
             head_dim.
         sin: Like `cos`.
         is_neox: As in `RotaryTable`.
-        source: [num_tokens] int64 slots of the pool, or a blob of its dtype; only read.
-        target: Likewise, each slot once and none the source of another token. One of the two is no
-            blob.
+        source: [num_tokens] int64 slots of the pool.
+        target: Likewise, each slot once and none the source of another token.
     Raises:
         ValueError: a tensor is not contiguous; names it.
     """
-    blob = next((side for side in (source, target) if isinstance(side, tuple)), (None, None))
-    sides = {"keys": keys, "values": values, "blob": blob, "cos, sin": (cos, sin)}
-    for name, tensors in sides.items():
-        if not all(tensor is None or tensor.is_contiguous() for tensor in tensors):
+    for name, tensors in {"keys": keys, "values": values, "cos, sin": (cos, sin)}.items():
+        if not all(tensor.is_contiguous() for tensor in tensors):
             raise ValueError(f"{name}: expected contiguous")
     addresses, alignment = _addresses(
         tuple(buffer.data_ptr() for buffer in (*keys, *values)), keys[0].device
@@ -91,10 +84,8 @@ def launch_arguments(
     tokens = 1 << min(6, max(0, (TILE_BYTES // row_bytes).bit_length() - 1))
     arguments = {
         "addresses": addresses,
-        "source_slots": None if isinstance(source, tuple) else source.contiguous(),
-        "target_slots": None if isinstance(target, tuple) else target.contiguous(),
-        "blob_keys": blob[0],
-        "blob_values": blob[1],
+        "source_slots": source.contiguous(),
+        "target_slots": target.contiguous(),
         "cos": cos,
         "sin": sin,
         "num_tokens": num_tokens,
@@ -141,8 +132,6 @@ def _relocate(
     addresses,
     source_slots,
     target_slots,
-    blob_keys,
-    blob_values,
     cos,
     sin,
     num_tokens,
@@ -160,19 +149,16 @@ def _relocate(
     V_WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Move TOKENS tokens of one layer's keys or values;
-    slots None mean the blob, whose rows are the tokens."""
+    """Move TOKENS tokens of one layer's keys or values."""
     K_ROW: tl.constexpr = NUM_HEADS * HEAD_DIM
     part = tl.program_id(0) % (2 * NUM_LAYERS)
     tokens = (tl.program_id(0) // (2 * NUM_LAYERS)) * TOKENS + tl.arange(0, TOKENS)
     live = tokens < num_tokens
-    # In int64: elements of a blob can be more than 2^31.
-    in_blob = (part % NUM_LAYERS).to(tl.int64) * num_tokens + tokens
     # Of addresses out of memory Triton knows no alignment, and would load narrowly.
     pool = tl.multiple_of(tl.load(addresses + part).to(tl.pointer_type(ELEMENT)), ALIGNMENT)
     if part < NUM_LAYERS:
-        from_rows = _rows(pool, blob_keys, source_slots, tokens, in_blob, live, K_ROW)
-        to_rows = _rows(pool, blob_keys, target_slots, tokens, in_blob, live, K_ROW)
+        from_rows = _rows(pool, source_slots, tokens, live, K_ROW)
+        to_rows = _rows(pool, target_slots, tokens, live, K_ROW)
         _turn_heads(
             from_rows,
             to_rows,
@@ -200,17 +186,15 @@ def _relocate(
                 REST_WIDTH,
             )
     else:
-        from_rows = _rows(pool, blob_values, source_slots, tokens, in_blob, live, V_ROW)
-        to_rows = _rows(pool, blob_values, target_slots, tokens, in_blob, live, V_ROW)
+        from_rows = _rows(pool, source_slots, tokens, live, V_ROW)
+        to_rows = _rows(pool, target_slots, tokens, live, V_ROW)
         _copy_heads(from_rows, to_rows, live, 1, V_ROW, 0, 1, V_WIDTH)
 
 
 @triton.jit
-def _rows(pool, blob, slots, tokens, in_blob, live, ROW: tl.constexpr):
+def _rows(pool, slots, tokens, live, ROW: tl.constexpr):
     """[TOKENS, 1]: where the tokens' rows begin."""
-    base = blob if slots is None else pool
-    row = in_blob if slots is None else tl.load(slots + tokens, mask=live, other=0)
-    return base + row[:, None] * ROW
+    return pool + tl.load(slots + tokens, mask=live, other=0)[:, None] * ROW
 
 
 @triton.jit

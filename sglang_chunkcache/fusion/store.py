@@ -1,21 +1,16 @@
-"""The tensors in host memory of radix_ext/variant_index.py, which decides what stays:
-a chunk's KV, at the position where it was computed, and scores."""
+"""What is measured of chunks beside their KV, and its way to host memory."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from radix_ext.cfo import Attention, Scored
-from sglang_chunkcache.storage.codec import NONE, Codec
-
-CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,53 +44,6 @@ class ChunkScores(Attention):
 
     def _tensors(self) -> list[Tensor]:
         return [each for each in (self.context, self.received) if each is not None]
-
-
-class HostBlob:
-    """One chunk's KV as a codec keeps it.
-
-    Args:
-        parts: CPU tensors that own their memory, as `codec` has encoded them.
-    Raises:
-        ValueError: they are not the codec's, or not finite where it needs that, not on the CPU, or
-            a view of something larger, which would stay in memory uncounted.
-    """
-
-    def __init__(self, *parts: Tensor, codec: Codec = NONE) -> None:
-        for name, each in zip(("keys", "values", *("scales",) * len(parts)), parts, strict=False):
-            if each.device != CPU:
-                raise ValueError(f"{name} must be on the cpu but are on {each.device}")
-            if (held := each.untyped_storage().nbytes()) != (mine := each.nbytes):
-                raise ValueError(f"{name} must own their memory but are {mine} of {held} bytes")
-        codec.check(parts)
-        self.parts, self.codec = parts, codec
-
-    @property
-    def num_tokens(self) -> int:
-        return self.parts[0].shape[1]
-
-    @property
-    def nbytes(self) -> int:
-        """Host memory of all parts: of pinned memory, torch takes a power of two for each."""
-        return self._taken(each.nbytes for each in self.parts)
-
-    @property
-    def saved_bytes(self) -> int:
-        """How many fewer these are than of the same KV in the pool's dtype."""
-        plain = NONE.shapes(self.codec.sizes(self.parts))
-        return self._taken(prod(shape) * dtype.itemsize for shape, dtype in plain) - self.nbytes
-
-    def read(
-        self, device: torch.device = CPU, layers: range | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """(keys, values) of these layers, by default of all, in the pool's dtype, decoded on this
-        device; not to be written: they may be the parts. From pinned memory the copy is queued."""
-        some = slice(None) if layers is None else slice(layers.start, layers.stop)
-        return self.codec.decode([each[some].to(device, non_blocking=True) for each in self.parts])
-
-    def _taken(self, sizes: Iterable[int]) -> int:
-        is_pinned = self.parts[0].is_pinned()
-        return sum(1 << (n - 1).bit_length() if n and is_pinned else n for n in sizes)
 
 
 class Offload:

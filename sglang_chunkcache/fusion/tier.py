@@ -24,15 +24,14 @@ from radix_ext.costs import Costs, Phase, Work, extend_work
 from radix_ext.loading import load_in_order, loading_pays, pay_together, worth_loading
 from radix_ext.moved_plan import ReusePlan
 from radix_ext.sources import ChunkSources
-from radix_ext.variant_index import VariantIndex
 from radix_ext.variants import Variant
 from sglang_chunkcache.config import MAX_LOADED_VARIANTS
 from sglang_chunkcache.fusion.measure import Head
-from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
+from sglang_chunkcache.fusion.store import ChunkScores
 from sglang_chunkcache.scheduler.host_nodes import HostNodes
 from sglang_chunkcache.scheduler.host_slots import HostSlots
 from sglang_chunkcache.scheduler.node import ChunkIdentity, state
-from sglang_chunkcache.storage.codec import CODECS, NONE
+from sglang_chunkcache.storage.codec import NONE
 from sglang_chunkcache.storage.entry import Entry, Masses
 from sglang_chunkcache.storage.key import Place, StoredChunk
 from sglang_chunkcache.storage.manifest import Row
@@ -66,24 +65,22 @@ class StorageTier:
     """Of one rank.
 
     Args:
-        store: in host memory. `StoreKeeper` has what comes into it written.
-        codec: a name of `CODECS`. Entries of another one are others, and are not found.
-        host: has the store's KV. None: each variant has tensors of its own.
+        host: the store, in host memory. `StoreKeeper` has what comes into it written. Entries of
+            another codec are others, and are not found.
         max_gap_tokens: of a plan, as in `Limits`.
     """
 
     def __init__(
         self,
-        store: VariantIndex,
         storage: Storage,
-        codec: str = NONE.name,
-        host: HostNodes | None = None,
+        host: HostNodes,
         *,
         max_gap_tokens: int = sys.maxsize,
     ) -> None:
-        self.storage, self._store, self._host = storage, store, host
+        self.storage, self._store, self._host = storage, host.index, host
         self._max_gap_tokens = max_gap_tokens
-        self._layout = replace(storage.layout, codec=CODECS[codec].name)
+        codec = host.pool.codec.name
+        self._layout = replace(storage.layout, codec=codec)
         self._how = POSITIONED if codec == NONE.name else (*POSITIONED, codec)
         storage.naming.keeps(self._how, self._layout)
 
@@ -197,8 +194,7 @@ class StorageTier:
         name, num_tokens = self.storage.names.entry(place, *measured), variant.blob.num_tokens
         row = Row(name, place, num_tokens, 0, *measured, start=variant.start)
         told = partial(self._tell_store, place, variant)
-        if isinstance(variant.blob, HostSlots):
-            variant.blob.hold()
+        variant.blob.hold()
         if not self.storage.writes.write(row, entry_of(variant, heads), told, self._layout):
             told()
 
@@ -265,8 +261,7 @@ class StorageTier:
 
     def _tell_store(self, place: Place, variant: Variant) -> None:
         """Its bytes are read. If it is kept, others may take its place."""
-        if isinstance(variant.blob, HostSlots):
-            variant.blob.let_go()
+        variant.blob.let_go()
         stored = self.storage.index.get(place.stored_chunk, place.head, place.prefix)
         if stored is not None and stored.preprocessed == variant.preprocessed:
             self._store.held.set_below(variant)
@@ -283,8 +278,8 @@ class StorageTier:
             return True
         if not self.storage.takes(variant, asked):
             return self.storage.join(variant, asked)
-        blob = None if self._host is None else self._host.room(num_tokens)
-        if self._host is not None and blob is None:
+        blob = self._host.room(num_tokens)
+        if blob is None:
             return False
 
         def done(entry: Entry | None) -> None:
@@ -294,16 +289,13 @@ class StorageTier:
                     loaded = variant_of(entry, variant, self.storage.naming.heads, blob)
                     self._store.put(identity, loaded)
             finally:
-                if blob is not None:
-                    # not by what `put` returned: a watcher may have raised once it was there
-                    if not (loaded and loaded in self._store.held):
-                        blob.give_back()
-                    blob.let_go()
+                # not by what `put` returned: a watcher may have raised once it was there
+                if not (loaded and loaded in self._store.held):
+                    blob.give_back()
+                blob.let_go()
 
-        into = None
-        if blob is not None:
-            into = blob.writer()
-            blob.hold()
+        into = blob.writer()
+        blob.hold()
         is_begun = self.storage.load(variant, num_tokens, done, into, asked, self._layout)
         if not is_begun:
             done(None)
@@ -359,23 +351,20 @@ def _missing_chunks(
 
 def entry_of(variant: Variant, heads: tuple[Head, ...]) -> Callable[[], Entry]:
     """Makes the entry, with what is measured by now."""
-    blob: HostBlob | HostSlots = variant.blob
+    blob: HostSlots = variant.blob
     scores: ChunkScores | None = variant.scores
     measured = {"outward": variant.outward, "heads": heads, "codec": blob.codec}
     if scores is not None:
         shares = scores.inter, scores.prefix_lens, scores.intra
         masses = Masses(*shares, scores.head, scores.head_len)
         measured |= {"masses": masses, "context": scores.context, "received": scores.received}
-    if isinstance(blob, HostSlots):
-        read = blob.reader()
-        return lambda: Entry(read(), **measured)
-    return lambda: Entry(blob.parts, **measured)
+    read = blob.reader()
+    return lambda: Entry(read(), **measured)
 
 
-def variant_of(
-    entry: Entry, stored: Variant, heads: tuple[Head, ...], blob: HostSlots | None = None
-) -> Variant:
-    """As it was written, with its uses, and with what was measured if that was in these heads."""
+def variant_of(entry: Entry, stored: Variant, heads: tuple[Head, ...], blob: HostSlots) -> Variant:
+    """As it was written, with its uses, and with what was measured if that was in these heads.
+    `blob` holds its KV."""
     scores, outward = None, None
     if entry.heads in ((), heads):
         outward = entry.outward
@@ -385,7 +374,7 @@ def variant_of(
             scores = ChunkScores(**asdict(of), context=entry.context, received=entry.received)
     return Variant(
         stored.prefix,
-        blob or HostBlob(*entry.kv, codec=entry.codec),
+        blob,
         scores=scores,
         preprocessed=stored.preprocessed,
         head=stored.head,

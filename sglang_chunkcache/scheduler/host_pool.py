@@ -31,7 +31,7 @@ from sglang_chunkcache.scheduler.host_memory import (
 )
 from sglang_chunkcache.scheduler.layer_loads import LayerLoads
 from sglang_chunkcache.scheduler.pricing import Pricing
-from sglang_chunkcache.storage.codec import NONE
+from sglang_chunkcache.storage.codec import NONE, Codec
 
 logger = logging.getLogger(__name__)
 
@@ -40,14 +40,21 @@ class HostPool:
     """Slots of `token_bytes` each. On CUDA memory is pinned and SGLang's kernels copy, else torch.
 
     Args:
-        device_pool: SGLang's, one that `refusal` takes. Its getters wait for loads from now on.
+        device_pool: SGLang's, one that `refusal` takes.
         is_layered: prefills ask the getters for each layer, so loads may go on beside them.
+        loads_into: the pool whose getters wait for loads from now on. None: `device_pool`.
 
     Raises:
         ValueError: so much host memory is not there.
     """
 
-    def __init__(self, device_pool: Any, num_bytes: int, *, is_layered: bool = True) -> None:
+    codec: Codec = NONE
+    saved_token_bytes = 0
+    """How many fewer a token takes than in the device pool's dtype."""
+
+    def __init__(
+        self, device_pool: Any, num_bytes: int, *, is_layered: bool = True, loads_into: Any = None
+    ) -> None:
         self._device_pool = device_pool
         self._is_cuda = torch.device(device_pool.device).type == "cuda"
         self._pool = compat.create_host_pool(
@@ -61,7 +68,7 @@ class HostPool:
         self._stream: Any = None  # the forward stream, known with the first forward
         self.num_layers: int = self._pool.layer_num
         self.is_layered = is_layered
-        self.loads = LayerLoads.of(device_pool)
+        self.loads = LayerLoads.of(loads_into or device_pool)
 
     @property
     def num_free(self) -> int:
@@ -82,7 +89,7 @@ class HostPool:
         event.record(self._stream)
         return lambda: event.synchronize()
 
-    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, slots: Tensor) -> tuple[Tensor, ...]:
         """Keys and values, [num_layers, num_tokens, num_kv_heads, head_dim] each, copied; on any
         thread, behind a `fence`. By numpy, on one core, as all that runs beside a forward: torch
         would take all cores from it."""
@@ -94,26 +101,33 @@ class HostPool:
         )
         return keys.view(self._pool.dtype), values.view(self._pool.dtype)
 
-    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(self, slots: Tensor, *kv: Tensor) -> None:
         """What `read` gives. Nothing else may read or write these slots until it returns."""
-        for each, given in zip(self._bytes, (keys, values), strict=True):
+        for each, given in zip(self._bytes, kv, strict=True):
             each[:, slots.numpy()] = given.view(torch.uint8).numpy()
 
     def close(self) -> None:
         """Else memory that is still pinned may hold up the process's end for tens of seconds."""
         self._pool.destroy()
 
-    def save(self, device_slots: Tensor, slots: Tensor) -> None:
-        """Copy KV from the device, [num_tokens] int64 each, behind a forward, on its stream."""
+    def follow(self) -> None:
+        """The current stream is that of forwards."""
+        if self._is_cuda:
+            self._stream = torch.cuda.current_stream()
+
+    def save(self, device_slots: Tensor, slots: Tensor) -> list[Tensor]:
+        """Copy KV from the device, [num_tokens] int64 each, behind a forward, on its stream.
+        Returns [] bool each, on the device: whether the codec can keep it."""
         pool = self._pool
         if self._is_cuda:
             device_slots.record_stream(self._stream)  # made on another one
             slots = upload(slots, device_slots.device)
             pool.backup_from_device_all_layer(self._device_pool, slots, device_slots, "kernel")
-            return
+            return []
         for layer in range(pool.layer_num):
             pool.k_buffer[layer, slots] = self._device_pool.k_buffer[layer][device_slots]
             pool.v_buffer[layer, slots] = self._device_pool.v_buffer[layer][device_slots]
+        return []
 
     def prepare(self, slots: Tensor) -> Tensor:
         """`slots` as `load` takes them. Waits for nothing."""
@@ -141,8 +155,7 @@ class HostPool:
 
     def finish(self) -> bool:
         """As `LayerLoads.finish`, once the forward is queued on the current stream."""
-        if self._is_cuda:
-            self._stream = torch.cuda.current_stream()
+        self.follow()
         return self.loads.finish()
 
 
@@ -154,6 +167,7 @@ class NoSlots(HostPool):
 
     def __init__(self) -> None: ...
     def alloc(self, num_tokens: int) -> None: ...
+    def follow(self) -> None: ...
     def close(self) -> None: ...
     def finish(self) -> bool:
         return False
@@ -164,25 +178,33 @@ def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
     and chunks that are moved. `ctx` is SGLang's TreeCacheBuildContext. None: not wanted, or by
     default not possible, which is logged. Raises ValueError, naming the flag: as much as was
     asked for cannot be had."""
-    has_moved = has_captured(config)
-    has_chains = keeps_chains(ctx, config)
+    has_moved, has_chains = has_captured(config), keeps_chains(ctx, config)
     if not (has_chains or has_moved):
         return None
+    size = 0
+    if has_chains:
+        size = (config.host_mib or 0) << 20 or machine_bytes(EXACT_CHAINS, ctx)
+    if has_moved:
+        size += store_bytes(ctx, config)
+    asked = f"{flag_name('host_mib')} {config.host_mib}" if config.host_mib else None
+    return pool_of_all_ranks(ctx, partial(HostPool, num_bytes=size), asked)
+
+
+def pool_of_all_ranks(
+    ctx: Any, create: Callable[..., HostPool], asked: str | None
+) -> HostPool | None:
+    """What `create` makes of the device pool on each rank of a tensor-parallel group. None: not
+    possible on all of them, which is logged. Raises ValueError if it was `asked` for."""
     runner = ctx.tp_worker.model_runner
     device_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     group = compat.parallel(runner, "tp_group")
     pool, problem = None, refusal(device_pool, ctx.server_args)
     try:
         if problem is None:
-            size = 0
-            if has_chains:
-                size = (config.host_mib or 0) << 20 or machine_bytes(EXACT_CHAINS, ctx)
-            if has_moved:
-                size += store_bytes(ctx, config)
             # A graph of whole prefills replays attention without asking for layers.
             is_replayed = check_cuda_graph_backend(GraphPhase.PREFILL, Backend.FULL)
             is_layered = not is_replayed and _attends_in_all(runner.model, device_pool.layer_num)
-            pool = HostPool(device_pool, size, is_layered=is_layered)
+            pool = create(device_pool, is_layered=is_layered)
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         problem = str(error)
     if group.world_size > 1:
@@ -190,8 +212,8 @@ def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
     if problem is not None or pool is None:
         if pool is not None:
             pool.close()
-        if config.host_mib:
-            raise ValueError(f"{flag_name('host_mib')} {config.host_mib}: {problem}")
+        if asked:
+            raise ValueError(f"{asked}: {problem}")
         logger.warning("chunk cache: no KV pool in host memory: %s", problem)
         return None
     mib = pool.num_slots * pool.token_bytes / (1 << 20)

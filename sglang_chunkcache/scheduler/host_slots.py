@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from radix_ext.pool_slots import PoolSlots
-from sglang_chunkcache.storage.codec import NONE
+from sglang_chunkcache.storage.codec import Codec
 from sglang_chunkcache.storage.entry import Entry
 
 if TYPE_CHECKING:
@@ -17,11 +17,20 @@ if TYPE_CHECKING:
 
 
 class HostSlots(PoolSlots):
-    codec, saved_bytes = NONE, 0
     slots: Tensor  # [num_tokens] int64, CPU
     _owner: HostPool
 
-    def reader(self) -> Callable[[], tuple[Tensor, Tensor]]:
+    @property
+    def codec(self) -> Codec:
+        """As which the KV is kept."""
+        return self._owner.codec
+
+    @property
+    def saved_bytes(self) -> int:
+        """How many fewer these are than of the same KV in the device pool's dtype."""
+        return self.num_tokens * self._owner.saved_token_bytes
+
+    def reader(self) -> Callable[[], tuple[Tensor, ...]]:
         """Gives the KV on another thread, as all copies that are queued by now have left it."""
         return partial(self._read, self._owner.fence())
 
@@ -29,7 +38,7 @@ class HostSlots(PoolSlots):
         """Takes KV on another thread, once all copies that are queued by now are done."""
         return partial(self._write, self._owner.fence())
 
-    def _read(self, fence: Callable[[], None]) -> tuple[Tensor, Tensor]:
+    def _read(self, fence: Callable[[], None]) -> tuple[Tensor, ...]:
         fence()
         return self._owner.read(self.slots)
 

@@ -118,7 +118,11 @@ class Tiers:
     def close(self) -> None:
         if self.storage is not None:
             self.storage.close()  # it may read host memory until then
-        self.host.pool.close()
+        pools = {self.host.pool}
+        if self.fuser is not None:
+            pools.add(self.fuser.fusion_pass.host.pool)
+        for pool in pools:
+            pool.close()
 
     def stats(self) -> dict[str, Any]:
         return {

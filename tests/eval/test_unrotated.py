@@ -18,9 +18,8 @@ pytestmark = pytest.mark.engine
 def test_keys_are_where_they_were_computed(scene: Scene) -> None:
     """From the device and from the store; other requests' are turned, before and after."""
     assert {*own_selectors("eval.selectors")} < {*own_selectors("eval.unrotated")}
-    by = FusionPass(
-        scene.runner, table_of(scene.runner), replace(scene.config, selectors="eval.unrotated")
-    )
+    config = replace(scene.config, selectors="eval.unrotated")
+    by = FusionPass(scene.runner, table_of(scene.runner), config, scene.host)
     sources = {name: scene.kv(SOURCE[slice(*THERE[name])]) for name in "ABCE"}
     turned = scene.kv(scene.run(asked("none", 0.0), by).slots)
     move = scene.run(replace(asked("context", 0.0), selector="unrotated"), by)

@@ -139,6 +139,11 @@ class Rank(FusedScheduler):
         """What the store in memory has of it."""
         return list(self.store.find(identity(chunk, **tenant)))
 
+    def tokens(self, variant: Variant) -> list[int]:
+        """What the store's pool has of it."""
+        contents: Any = self.fusion_pass.host.pool.contents  # type: ignore[attr-defined]
+        return [contents[slot].token for slot in variant.blob.slots.tolist()]
+
     def held(self, chunk: list[int], **tenant: Any) -> list[tuple[ChunkId, ...]]:
         return [variant.prefix for variant in self.stored(chunk, **tenant)]
 

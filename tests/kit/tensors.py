@@ -25,6 +25,7 @@ from eval.bench.attention.reference import ReferenceAttention
 from radix_ext import ChunkId, FusionRequest
 from radix_ext.cfo import Scored
 from radix_ext.moved_plan import Piece, ReusePlan
+from radix_ext.pool_slots import SlotBook
 from radix_ext.sources import DeviceCopy, HostCopy
 from radix_ext.variants import Variant
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
@@ -36,8 +37,12 @@ from sglang_chunkcache.fusion.recompute import run_extend
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved
 from sglang_chunkcache.fusion.trial_rows import Means
 from sglang_chunkcache.own_selectors import own_needs
+from sglang_chunkcache.scheduler.codec_pool import CodecPool
+from sglang_chunkcache.scheduler.host_pool import HostPool
+from sglang_chunkcache.scheduler.host_slots import HostSlots
 from sglang_chunkcache.scheduler.node import facts
 from sglang_chunkcache.scheduler.pricing import Pricing
+from sglang_chunkcache.storage.codec import CODECS, Quantized
 from tests import models
 from tests.models import kv_of, logits_of, make_row, prefill
 from tests.reference import flashinfer, rope
@@ -348,15 +353,35 @@ HERE, THERE = place(PROMPT), place(ELSEWHERE)
 END = HERE["E"][1]
 
 
+class PoolHost:
+    """`HostNodes` without chains: nothing is evicted."""
+
+    def __init__(self, runner: Any, codec: str = "none", num_bytes: int = 1 << 20) -> None:
+        pool, kept_as = runner.token_to_kv_pool, CODECS[codec]
+        is_plain = not isinstance(kept_as, Quantized)
+        self.pool = HostPool(pool, num_bytes) if is_plain else CodecPool(pool, num_bytes, kept_as)
+        self._book = SlotBook()
+
+    def room(self, num_tokens: int) -> HostSlots | None:
+        slots = self.pool.alloc(num_tokens)
+        return None if slots is None else HostSlots(self.pool, slots, self._book)
+
+
+def held_kv(blob: HostSlots) -> tuple[Tensor, Tensor]:
+    """Keys and values, [num_layers, num_tokens, num_kv_heads, head_dim] each."""
+    return blob.codec.decode(blob.reader()())
+
+
 class Scene:
     """One model with its pool as drawn above."""
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
+        self.host: Any = PoolHost(runner)
         self.config = ChunkCacheConfig(
             reuse="fused", recompute_attention="masked", selectors="eval.selectors"
         )
-        self.fusion_pass = FusionPass(runner, table_of(runner), self.config)
+        self.fusion_pass = FusionPass(runner, table_of(runner), self.config, self.host)
         whole = tokens_of((*PROMPT, "question"))
         self.logits = prefill(runner, whole, REFERENCE[: len(whole)])
         self.full = self.kv(REFERENCE[:END])
@@ -432,14 +457,16 @@ class Scene:
 
     def with_config(self, **changes: Any) -> FusionPass:
         """A pass with figures of its own."""
-        return FusionPass(self.runner, self.fusion_pass.table, replace(self.config, **changes))
+        config = replace(self.config, **changes)
+        return FusionPass(self.runner, self.fusion_pass.table, config, self.host)
 
     def sparse_pass(self, fails: str = "") -> FusionPass:
         shape, scale = heads_of(self.runner)
         attention = Counting(shape, scale=scale)
         attention.fails = fails
         chosen = {"kind": "sparse", "kernel": "reference", "reason": "a test", "ms": {}}
-        return FusionPass(self.runner, self.fusion_pass.table, self.config, (attention, chosen))
+        of = self.runner, self.fusion_pass.table, self.config
+        return FusionPass(*of, self.host, (attention, chosen))
 
 
 class Counting(ReferenceAttention):

@@ -34,18 +34,19 @@ from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.store import ChunkScores
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
+from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
 from sglang_chunkcache.scheduler.host_chains import HostChains
-from sglang_chunkcache.scheduler.host_nodes import HostNodes
-from sglang_chunkcache.scheduler.host_slots import HostSlots
+from sglang_chunkcache.scheduler.host_nodes import HostCounts, HostNodes
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.pricing import Pricing, Timer
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
 from sglang_chunkcache.scheduler.tiers import Tiers
-from sglang_chunkcache.storage.codec import CODECS
+from sglang_chunkcache.storage.codec import CODECS, Sizes
 from sglang_chunkcache.storage.opening import create_index
 from sglang_chunkcache.storage.storage import Storage
 from sglang_chunkcache.wire.report import Fallback
 from tests.kit.integrity import check_store
+from tests.reference.memory_host import HEAD_DIMS, MemoryHost
 from tests.reference.scheduler import FakeReq, Scheduler, walk
 
 ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000)
@@ -115,18 +116,10 @@ class FakePass:
     Recomputes the first ceil(ratio * n) of the moved tokens, whatever the selector.
     """
 
-    stored_token_bytes = 10
-
     def __init__(
-        self,
-        contents: Contents,
-        rows: Any,
-        config: ChunkCacheConfig,
-        host: HostNodes | None = None,
+        self, contents: Contents, rows: Any, config: ChunkCacheConfig, host: HostNodes
     ) -> None:
-        self.host = host
-        if host is not None:
-            self.stored_token_bytes = host.pool.token_bytes
+        self.host, self.stored_token_bytes = host, host.pool.token_bytes
         self.contents, self.rows, self.config = contents, rows, config
         self.pricing = Pricing(
             SimpleNamespace(device="cpu", tp_group=SimpleNamespace(world_size=1))
@@ -176,19 +169,12 @@ class FakePass:
             for capture in captures:
                 scores = self._scores_of(capture)
                 self.contents.exact_len(capture.slots.tolist(), capture.token_ids)
-                codec = CODECS[self.config.store_codec]
-                ids = capture.token_ids[capture.start :]
-                if self.host is not None:
-                    saved = Captured(self.host.room(len(ids)), scores)
-                    taken.callback(saved.give_back)
-                    if saved.slots is not None:
-                        self.host.pool.save(capture.slots[capture.start :], saved.slots.slots)
-                    captured.append(saved)
-                    continue
-                tokens = torch.tensor(ids, dtype=torch.float32).reshape(1, -1, 1, 1)
-                if codec.name == "int4":  # heads of whole bytes
-                    tokens = tokens.expand(2, -1, 1, 4).contiguous()
-                captured.append(Captured((tokens, tokens.clone()), scores, codec=codec))
+                slots = capture.slots[capture.start :]
+                saved = Captured(self.host.room(len(slots)), scores)
+                taken.callback(saved.give_back)
+                if saved.slots is not None:
+                    self.host.pool.save(slots, saved.slots.slots)
+                captured.append(saved)
             taken.pop_all()  # nothing has failed
         self.num_captured += len(captures)
         return captured
@@ -219,16 +205,11 @@ class FakePass:
         else:
             assert isinstance(source, HostCopy)
             blob = source.facts.blob
-            if isinstance(blob, HostSlots):
-                assert self.host is not None
-                assert blob.is_held, "its slots may be given to others"
-                held = [self.host.pool.contents[slot] for slot in blob.slots.tolist()]  # type: ignore[attr-defined]
-                first = source.facts.start
-                wanted = list(zip(tokens, range(first, first + len(tokens)), strict=True))
-                assert [kv[:2] for kv in held] == wanted
-            else:
-                for part in blob.read():
-                    assert part[-1, :, 0, 0].round().tolist() == tokens
+            assert blob.is_held, "its slots may be given to others"
+            held = [self.host.pool.contents[slot] for slot in blob.slots.tolist()]  # type: ignore[attr-defined]
+            first = source.facts.start
+            wanted = list(zip(tokens, range(first, first + len(tokens)), strict=True))
+            assert [kv[:2] for kv in held] == wanted
         for position, token in zip(positions, tokens, strict=True):
             slot = int(move.slots[position])
             assert slot not in self.contents.slots, f"slot {slot} is filled twice"
@@ -262,18 +243,15 @@ class FusedScheduler(Scheduler):
         def create_tiers(host: HostChains) -> Tiers:
             self.contents = Contents(self.allocator.contents)
             is_shared = host_slots > 0 and config.store_codec == "none"
-            self.store = host.index if is_shared else create_index(config, store_bytes)
-            nodes = host.nodes if is_shared else None
+            nodes = host.nodes if is_shared else self._own_nodes(host.tree, config, store_bytes)
+            self.store = nodes.index
             self.fusion_pass = FakePass(self.contents, self.rows, config, nodes)
             self.fuser = Fuser(
                 host.tree,
                 self.fusion_pass,  # type: ignore[arg-type]
-                self.store,
                 limits,
                 fingerprint=lambda: self.weights,
-                tier=StorageTier(self.store, storage, config.store_codec, nodes)
-                if storage
-                else None,
+                tier=StorageTier(storage, nodes) if storage else None,
                 in_host_memory=host.write_back.takes if is_shared else None,
             )
             stored = None
@@ -286,6 +264,18 @@ class FusedScheduler(Scheduler):
         self.evicted_before_load_back = 0
         """Tokens that leave between a match and the promise:
         SGLang has no reason to, but its calls allow for it."""
+
+    def _own_nodes(self, tree: ChunkTree, config: ChunkCacheConfig, num_bytes: int) -> HostNodes:
+        """Captured chunks, in a pool that has no exact chains."""
+        codec, dim = CODECS[config.store_codec], HEAD_DIMS[config.store_codec]
+        token_bytes = codec.nbytes(Sizes(1, 1, 1, dim, dim, torch.float32))
+        pool: Any = MemoryHost(
+            lambda: self.contents.slots,
+            num_bytes // token_bytes,
+            codec=codec,
+            token_bytes=token_bytes,
+        )
+        return HostNodes(tree, pool, create_index(config, num_bytes), HostCounts())
 
     @property
     def num_pending(self) -> int:

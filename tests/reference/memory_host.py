@@ -13,7 +13,9 @@ from torch import Tensor
 
 from radix_ext.costs import NOMINAL, Costs, Phase, Work
 from sglang_chunkcache.scheduler.pricing import Pricing
+from sglang_chunkcache.storage.codec import NONE, Codec
 
+HEAD_DIMS = {"none": 1, "int8": 1, "int4": 2}
 NUMBERS: dict[Any, int] = {}
 """Of all contents that were written to a storage."""
 
@@ -21,12 +23,19 @@ NUMBERS: dict[Any, int] = {}
 class MemoryHost:
     """`HostPool`. `contents()`: device slot -> what it holds, written by whoever computes."""
 
-    token_bytes = 1
     num_layers = 4
     is_layered = True
 
-    def __init__(self, contents: Callable[[], dict[int, Any]], num_slots: int) -> None:
-        self._device, self.num_slots = contents, num_slots
+    def __init__(
+        self,
+        contents: Callable[[], dict[int, Any]],
+        num_slots: int,
+        *,
+        codec: Codec = NONE,
+        token_bytes: int = 1,
+    ) -> None:
+        self._device, self.num_slots, self.codec = contents, num_slots, codec
+        self.token_bytes, self.saved_token_bytes = token_bytes, 0
         self._under_way: list[tuple[int, int]] = []
         self.clear()
 
@@ -52,24 +61,30 @@ class MemoryHost:
     def close(self) -> None:
         self.clear()
 
+    def follow(self) -> None:
+        """There are no streams."""
+
     def fence(self) -> Callable[[], None]:
         return lambda: None
 
-    def read(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+    def read(self, slots: Tensor) -> tuple[Tensor, ...]:
         """A slot's KV is the number of what it holds."""
         numbers = [NUMBERS.setdefault(self.contents[slot], len(NUMBERS)) for slot in slots.tolist()]
         keys = torch.tensor(numbers, dtype=torch.float32).view(1, -1, 1, 1)
-        return keys, keys.clone()
+        keys = keys.expand(-1, -1, -1, HEAD_DIMS[self.codec.name])  # heads of whole bytes
+        return self.codec.encode(keys, keys.clone())
 
-    def write(self, slots: Tensor, keys: Tensor, values: Tensor) -> None:
+    def write(self, slots: Tensor, *parts: Tensor) -> None:
+        keys, values = self.codec.decode(parts)
         assert torch.equal(keys, values)
         held = list(NUMBERS)
-        for slot, number in zip(slots.tolist(), keys.flatten().tolist(), strict=True):
-            self.contents[slot] = held[int(number)]
+        for slot, number in zip(slots.tolist(), keys[0, :, 0, 0].tolist(), strict=True):
+            self.contents[slot] = held[round(number)]
 
-    def save(self, device_slots: Tensor, slots: Tensor) -> None:
+    def save(self, device_slots: Tensor, slots: Tensor) -> list[Tensor]:
         for source, slot in zip(device_slots.tolist(), slots.tolist(), strict=True):
             self.contents[slot] = self._device().get(source)
+        return []
 
     def prepare(self, slots: Tensor) -> Tensor:
         return slots

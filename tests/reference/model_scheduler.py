@@ -9,15 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 from radix_ext.moved_plan import Limits
-from radix_ext.variant_index import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.recompute import run_extend
 from sglang_chunkcache.fusion.relocate import RotaryTable
 from sglang_chunkcache.scheduler.host_chains import HostChains
+from sglang_chunkcache.scheduler.host_nodes import HostCounts, HostNodes
+from sglang_chunkcache.scheduler.host_pool import HostPool
 from sglang_chunkcache.scheduler.tiers import Tiers
 from sglang_chunkcache.storage.fingerprint import fingerprint
+from sglang_chunkcache.storage.opening import create_index
 from tests.reference.scheduler import FakeReq, Scheduler
 
 
@@ -38,24 +40,20 @@ class ModelScheduler(Scheduler):
         capacity: int,
         config: ChunkCacheConfig,
         *,
-        store_bytes: int = 1 << 30,
+        store_bytes: int = 1 << 25,
         prefill_budget: int,
     ) -> None:
         rows = runner.req_to_token_pool
         self._runner = runner
         table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
-        self.store = VariantIndex(
-            max_bytes=store_bytes,
-            max_chunks=config.store_chunks,
-            max_variants=config.store_variants,
-            window=config.window_requests,
-        )
 
         def create_tiers(host: HostChains) -> Tiers:
+            pool = HostPool(runner.token_to_kv_pool, store_bytes)
+            nodes = HostNodes(host.tree, pool, create_index(config, store_bytes), HostCounts())
+            self.store = nodes.index
             self.fuser = Unwatched(
                 host.tree,
-                FusionPass(runner, table, config),
-                self.store,
+                FusionPass(runner, table, config, nodes),
                 Limits(prefill_budget, config.max_gap_tokens),
                 fingerprint=partial(fingerprint, runner.model),
             )

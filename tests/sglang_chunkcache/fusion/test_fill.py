@@ -22,14 +22,17 @@ from radix_ext import FusionRequest
 from radix_ext.cfo import KvFacts, Scored
 from radix_ext.fusion_request import Focus, question_tokens
 from radix_ext.moved_plan import Candidate
-from radix_ext.sources import HostCopy
+from radix_ext.sources import DeviceCopy, HostCopy
 from radix_ext.variants import Variant
 from sglang_chunkcache import config
 from sglang_chunkcache.fusion import choosing, moving, selectors
 from sglang_chunkcache.fusion import fill as fusion_pass
+from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.measure import question_evidence
 from sglang_chunkcache.fusion.relocate import copy_moved
 from sglang_chunkcache.fusion.selectors import focus
+from sglang_chunkcache.scheduler import codec_pool
+from sglang_chunkcache.scheduler.node import facts
 from tests import models
 from tests.kit.tensors import (
     END,
@@ -43,8 +46,10 @@ from tests.kit.tensors import (
     THERE,
     TOKENS,
     TOLERANCES,
+    PoolHost,
     Scene,
     asked,
+    held_kv,
     make_scene,
     put_kv,
     scene,
@@ -254,7 +259,7 @@ def test_nothing_is_measured_where_nothing_is_chosen(
     ("owner", "name"),
     [
         (moving, "copy_moved"),
-        (moving, "BlobTarget"),
+        (moving, "KeyTurn"),
         (choosing, "question_evidence"),
         (fusion_pass, "run_pass"),
         (selectors, "get"),
@@ -321,35 +326,69 @@ def test_captures_are_scored_as_asked(scene: Scene) -> None:
     (each,) = counting.capture([plain])
     assert each.is_done()
     blob, scores = each.read()
+    assert blob is not None
     assert (scores, blob.num_tokens, counting.stats()["tokens"]) == (None, LENS["E"], {})
-    assert torch.equal(blob.read()[1], scene.kv(SOURCE[slice(*THERE["E"])])[1])
+    assert torch.equal(held_kv(blob)[1], scene.kv(SOURCE[slice(*THERE["E"])])[1])
     for asked_for in (masses, everything):
         again, scores = counting.capture([asked_for])[0].read()
-        assert torch.equal(again.read()[0], blob.read()[0])
+        assert again is not None
+        assert torch.equal(held_kv(again)[0], held_kv(blob)[0])
         assert scores is not None
         assert scores.prefix_lens == (LENS["C"], LENS["A"])
         assert scores.scored is asked_for.scored
+
+
+def test_from_host_memory_as_from_the_device(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bit by bit."""
+    stored = scene.kv(scene.run(asked("none", 0.0)).slots)
+    for name in "BE":
+        there = SOURCE[slice(*THERE[name])]
+        node = SimpleNamespace(value=there)
+        known = scene.sources[name].facts
+        facts(node).start, facts(node).prefix = known.start, known.prefix
+        monkeypatch.setitem(scene.sources, name, DeviceCopy(facts(node), node))
+        for held, cached in zip(held_kv(known.blob), scene.kv(there), strict=True):
+            assert torch.equal(held, cached)
+    assert torch.equal(scene.kv(scene.run(asked("none", 0.0)).slots), stored)
 
 
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_what_a_codec_keeps_is_what_is_moved(
     scene: Scene, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """Values bit by bit. The server tells how far that may be off."""
-    coding = scene.with_config(store_codec=name)
-    blob, _ = coding.capture([scene.capture("E")])[0].read()
-    plain = scene.sources["E"].facts.blob
-    assert blob.nbytes == coding.stored_token_bytes * LENS["E"] < 0.8 * plain.nbytes
-    told = coding.stats()["codec"]
-    assert told["name"] == name
-    for mine, exact in zip(blob.read(), plain.read(), strict=True):
-        off = (mine.double() - exact.double()).abs() / exact.double().abs().amax(-1, keepdim=True)
-        assert 0 < float(off.max()) <= told["max_error"] * (1 + 1e-5)
-    known = scene.sources["E"].facts
-    stored = HostCopy(Variant(known.prefix, blob, start=known.start))
-    monkeypatch.setitem(scene.sources, "E", stored)
+    """Values bit by bit, in pieces. The server tells how far that may be off."""
+    monkeypatch.setattr(codec_pool, "ROW_SLOTS", LENS["E"] - 1)
+    host: Any = PoolHost(scene.runner, name)
+    coding = FusionPass(scene.runner, scene.fusion_pass.table, scene.config, host)
+    for chunk, captured in zip("BE", coding.capture([*map(scene.capture, "BE")]), strict=True):
+        known, (blob, _) = scene.sources[chunk].facts, captured.read()
+        assert blob is not None
+        stored = HostCopy(Variant(known.prefix, blob, start=known.start))
+        monkeypatch.setitem(scene.sources, chunk, stored)
+        plain, told = known.blob, coding.stats()["codec"]
+        assert blob.nbytes == coding.stored_token_bytes * LENS[chunk] < 0.8 * plain.nbytes
+        assert blob.nbytes + blob.saved_bytes == plain.nbytes
+        assert told["name"] == name
+        for mine, exact in zip(held_kv(blob), held_kv(plain), strict=True):
+            largest = exact.double().abs().amax(-1, keepdim=True)
+            off = (mine.double() - exact.double()).abs() / largest
+            assert 0 < float(off.max()) <= told["max_error"] * (1 + 1e-5)
     scene.run(asked("none", 0.0), coding)
-    assert torch.equal(scene.kv(TARGET[slice(*HERE["E"])])[1], blob.read()[1])
+    for chunk in "BE":
+        moved = scene.kv(TARGET[slice(*HERE[chunk])])[1]
+        assert torch.equal(moved, held_kv(scene.sources[chunk].facts.blob)[1])
+    entry: Any = SimpleNamespace(kv=[each.flip(1) for each in blob.reader()()])
+    blob.writer()(entry)
+    assert all(map(torch.equal, blob.reader()(), entry.kv))
+
+
+def test_a_codec_keeps_nothing_that_is_not_finite(scene: Scene) -> None:
+    host: Any = PoolHost(scene.runner, "int8")
+    coding = FusionPass(scene.runner, scene.fusion_pass.table, scene.config, host)
+    scene.runner.token_to_kv_pool.v_buffer[-1][SOURCE[THERE["E"][1] - 1]] = math.inf
+    (captured,) = coding.capture([replace(scene.capture("E"), scored=Scored.NOTHING)])
+    with pytest.raises(ValueError, match="not finite"):
+        captured.read()
 
 
 def test_what_was_scored_is_not_scored_again(scene: Scene) -> None:
@@ -374,7 +413,9 @@ def test_a_copy_is_not_what_the_pool_holds_later(scene: Scene) -> None:
     before = models.kv_of(scene.runner, slots)
     (each,) = scene.fusion_pass.capture([scene.capture("E")])
     spoil(scene.runner, slots)
-    assert torch.equal(each.read()[0].read()[1], before[1])
+    blob, _ = each.read()
+    assert blob is not None
+    assert torch.equal(held_kv(blob)[1], before[1])
     put_kv(scene.runner, slots, before)
 
 

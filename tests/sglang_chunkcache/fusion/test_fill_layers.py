@@ -12,14 +12,8 @@ import torch
 
 from radix_ext.costs import Line, Phase, Work
 from radix_ext.moved_plan import ReusePlan
-from radix_ext.pool_slots import SlotBook
-from radix_ext.sources import HostCopy
-from radix_ext.variants import Variant
 from sglang_chunkcache.fusion.fill import FusionPass
-from sglang_chunkcache.fusion.store import HostBlob
-from sglang_chunkcache.scheduler.host_pool import HostPool
-from sglang_chunkcache.scheduler.host_slots import HostSlots
-from tests.kit.tensors import LENS, Scene, asked, make_scene, scene
+from tests.kit.tensors import LENS, PoolHost, Scene, asked, make_scene, scene
 from tests.polling import DEADLINE_S
 
 __all__ = ["make_scene", "scene"]
@@ -148,14 +142,6 @@ def test_while_exact_chains_come_all_is_copied_before(
     assert exact == list(range(loads.num_layers))
 
 
-def test_chunks_of_other_lengths_are_refused(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = scene.sources["B"].facts
-    longer = [torch.ones(3, 21, *each.shape[2:]) for each in known.blob.parts]
-    wrong = HostCopy(Variant(known.prefix, HostBlob(*longer), start=known.start))
-    monkeypatch.setitem(scene.sources, "B", wrong)
-    assert scene.run(asked("none", 0.0), scene.with_config()).fallbacks == ["pass_failed"]
-
-
 AHEAD = [
     (0.1, 0.5, 1, 1),  # faster than the passes
     (0.1, 0.05, 1, 2),  # slower: the last of three layers must not wait
@@ -177,51 +163,11 @@ def test_layers_ahead(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
         assert fused.mover._num_ahead([move], Work(1, LENS["B"])) == expected
 
 
-class PoolHost:
-    """A host pool of its own."""
-
-    def __init__(self, runner: Any) -> None:
-        self.pool, self._book = HostPool(runner.token_to_kv_pool, 1 << 20), SlotBook()
-
-    def room(self, num_tokens: int) -> HostSlots | None:
-        slots = self.pool.alloc(num_tokens)
-        return None if slots is None else HostSlots(self.pool, slots, self._book)
-
-
-@pytest.mark.parametrize("num_ahead", [0, 1, 99])
-def test_chunks_of_the_host_pool_are_moved_as_those_with_tensors_of_their_own(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch, num_ahead: int
-) -> None:
-    """Bit by bit, at once or beside the passes; a chunk's own bytes in the pool stay."""
-    host: Any = PoolHost(scene.runner)
-    hosted = FusionPass(scene.runner, scene.fusion_pass.table, scene.config, host=host)
-    expected = scene.run(asked("first", 0.3))
-    wanted = scene.kv(expected.slots)
-    blobs = {}
-    for name, captured in zip("BE", hosted.capture(list(map(scene.capture, "BE"))), strict=True):
-        blob: Any = captured.read()[0]
-        known, blobs[name] = scene.sources[name].facts, blob
-        for mine, theirs in zip(host.pool.read(blob.slots), known.blob.read(), strict=True):
-            assert torch.equal(mine, theirs)
-        moved = HostCopy(Variant(known.prefix, blob, scores=known.scores, start=known.start))
-        monkeypatch.setitem(scene.sources, name, moved)
-    before = {name: host.pool.read(blob.slots) for name, blob in blobs.items()}
-    num_layers = hosted.mover._loads.num_layers
-    Late(hosted, monkeypatch, num_ahead=min(num_ahead, num_layers))
-    found = scene.run(asked("first", 0.3), hosted)
-    assert (found.fallbacks, hosted.mover.num_copied_again) == ([], 0)
-    assert torch.equal(scene.kv(found.slots), wanted)
-    for name, blob in blobs.items():
-        assert all(map(torch.equal, host.pool.read(blob.slots), before[name]))
-    assert hosted.stored_token_bytes == blobs["B"].nbytes // LENS["B"]
-    host.pool.close()
-
-
 def test_what_fails_to_be_saved_gives_all_slots_back(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host: Any = PoolHost(scene.runner)
-    hosted = FusionPass(scene.runner, scene.fusion_pass.table, scene.config, host=host)
+    hosted = FusionPass(scene.runner, scene.fusion_pass.table, scene.config, host)
     save, calls = host.pool.save, []
 
     def fail_the_second(*slots: torch.Tensor) -> None:
@@ -239,7 +185,7 @@ def test_what_fails_to_be_saved_gives_all_slots_back(
 
 def test_chunk_without_room_in_the_pool_is_not_captured(scene: Scene) -> None:
     host: Any = PoolHost(scene.runner)
-    hosted = FusionPass(scene.runner, scene.fusion_pass.table, scene.config, host=host)
+    hosted = FusionPass(scene.runner, scene.fusion_pass.table, scene.config, host)
     taken = host.room(host.pool.num_free)
     assert taken is not None
     (captured,) = hosted.capture([scene.capture("B")])

@@ -29,6 +29,7 @@ from sglang_chunkcache.wire.report import ANSWER_KEY
 from sglang_chunkcache.wire.state import STATE_KEY, Asked
 from tests import models
 from tests.kit.front_bench import Bench, make_output
+from tests.kit.tensors import held_kv
 from tests.reference.model_scheduler import ModelScheduler
 from tests.reference.scheduler import SCORED, FakeReq
 
@@ -70,7 +71,7 @@ class Server:
 
     url = "in-process"
 
-    def __init__(self, runner: Any, *, pool: int = 1200, store_bytes: int = 1 << 30) -> None:
+    def __init__(self, runner: Any, *, pool: int = 1200, store_bytes: int = 1 << 25) -> None:
         bench = Bench(reuse="fused", recompute_attention="masked", **SCORED)
         room = {"store_bytes": store_bytes, "prefill_budget": 256}
         self.scheduler = ModelScheduler(runner, pool, bench.config, **room)
@@ -79,13 +80,13 @@ class Server:
         known = {name: getattr(bench, name) for name in ("bookkeeper", "drafter", "planner")}
         vars(parts).update(chat=chat, engine=engine, **known)
         self._routes = Routes(parts)
-        self.put: list[tuple[Any, Variant]] = []
+        self.put: list[tuple[Any, Variant, Any]] = []
         """All that has entered the store."""
         put = self.scheduler.store.put
 
         def record(identity: Any, variant: Variant) -> bool:
             is_put = put(identity, variant)
-            self.put += [(identity, variant)] * is_put
+            self.put += [(identity, variant, held_kv(variant.blob))] * is_put
             return is_put
 
         self.scheduler.store.put = record  # type: ignore[method-assign]
@@ -136,8 +137,8 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=TOLERANCE)
 
 
-def assert_same(got: Variant, expected: Variant) -> None:
-    for mine, theirs in zip(got.blob.read(), expected.blob.read(), strict=True):
+def assert_same(got: Variant, expected: Variant, my_kv: Any, their_kv: Any) -> None:
+    for mine, theirs in zip(my_kv, their_kv, strict=True):
         assert_close(mine, theirs)
     mine, theirs = got.scores, expected.scores
     assert mine is not None
@@ -152,7 +153,8 @@ def assert_all_same(got: Server, expected: Server) -> None:
     mine, theirs = got.variants(), expected.variants()
     assert mine.keys() == theirs.keys()
     for key, variant in mine.items():
-        assert_same(variant, theirs[key])
+        other = theirs[key]
+        assert_same(variant, other, held_kv(variant.blob), held_kv(other.blob))
 
 
 @pytest.fixture
@@ -188,9 +190,10 @@ def test_neighbors_are_plain_though_the_store_holds_few(runner: Any) -> None:
     found = tight.fill()[1]["neighbors"]
     assert tight.scheduler.store.stats().num_evicted >= 6
     assert (sum(found.values()), found["missing"]) == (16, 0)
-    expected = {(identity, variant.prefix): variant for identity, variant in roomy.put}
-    for identity, variant in tight.put:
-        assert_same(variant, expected[identity, variant.prefix])
+    expected = {(identity, variant.prefix): (variant, kv) for identity, variant, kv in roomy.put}
+    for identity, variant, kv in tight.put:
+        other, its_kv = expected[identity, variant.prefix]
+        assert_same(variant, other, kv, its_kv)
 
 
 def test_failed_chunk_is_not_stored(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:

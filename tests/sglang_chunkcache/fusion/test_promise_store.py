@@ -25,10 +25,7 @@ from tests.reference.scheduler import SCORED, FakeReq, marked
 
 def variants(rank: Rank, chunk: list[int]) -> list[tuple[Any, ...]]:
     """(chunks before it, its tokens, how much is scored, whether preprocessed)."""
-    return [
-        (v.prefix, v.blob.read()[0][-1, :, 0, 0].round().tolist(), v.scored, v.preprocessed)
-        for v in rank.stored(chunk)
-    ]
+    return [(v.prefix, rank.tokens(v), v.scored, v.preprocessed) for v in rank.stored(chunk)]
 
 
 def names(*chunks: list[int]) -> tuple[str, ...]:

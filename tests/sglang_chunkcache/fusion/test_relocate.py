@@ -14,10 +14,9 @@ from torch import Tensor
 
 from sglang_chunkcache.fusion.relocate import (
     ROTARY_CLASSES,
-    BlobTarget,
+    KeyTurn,
     RotaryTable,
     copy_moved,
-    read_blob,
 )
 from tests.kit.tensors import CASES, DTYPES, MAX_POSITIONS, Case, move, random_positions
 
@@ -48,18 +47,14 @@ def moved(table: RotaryTable, keys: Tensor, old: Tensor, new: Tensor) -> Tensor:
     return result  # type: ignore[no-any-return]
 
 
-def to_origin(table: RotaryTable, keys: Tensor, positions: Tensor) -> Tensor:
-    """Keys stored at `positions`, un-rotated by `read_blob`."""
-    slots, zeros = torch.arange(len(keys)), torch.zeros_like(positions)
-    return read_blob(pool_of(keys), table, slots, positions, target_positions=zeros)[0][0]
-
-
-def from_origin(table: RotaryTable, keys: Tensor, positions: Tensor) -> Tensor:
-    """Un-rotated keys as `BlobTarget` stores them at `positions`."""
-    pool, slots = pool_of(keys), torch.arange(len(keys)) + len(keys)
-    target = BlobTarget(pool, table, torch.zeros_like(positions), slots, positions)
-    target.write(keys[None], keys[None])
-    return pool.k_buffer[0][slots]  # type: ignore[no-any-return]
+def turned(table: RotaryTable, keys: Tensor, old: Tensor, new: Tensor) -> Tensor:
+    """Keys stored at positions `old` as `KeyTurn` leaves them, for `new`."""
+    pool, slots = pool_of(keys), torch.arange(len(keys))
+    KeyTurn(pool, table, old, slots, new)(range(1))
+    result, others = pool.k_buffer[0].chunk(2)
+    assert not others.any()
+    assert same_bits(pool.v_buffer[0][: len(keys)], keys)
+    return result  # type: ignore[no-any-return]
 
 
 def assert_within(got: Tensor, wanted: Tensor, limit: Tensor) -> None:
@@ -83,8 +78,9 @@ def test_keys_equal_the_definition(case: Case) -> None:
     got, limit = moved(table, stored, p, q), 3e-4 * case.norms(wanted)
     assert_within(got, wanted, limit)
     assert torch.equal(got[..., case.rotary_dim :], raw[..., case.rotary_dim :])
-    assert_within(to_origin(table, stored, p), origin, limit)
-    assert_within(from_origin(table, origin, p), stored, limit)
+    zero = torch.zeros_like(p)
+    assert_within(turned(table, stored, p, zero), origin, limit)
+    assert_within(turned(table, origin, zero, p), stored, limit)
 
 
 # Against itself
@@ -246,16 +242,18 @@ def test_target_that_is_anothers_source_is_refused(source: list[int], target: li
 
 @pytest.mark.parametrize("name", ["llama", "yarn", "interleaved partial"])
 @every_dtype
-def test_blob_round_trip(name: str, dtype: torch.dtype) -> None:
-    """A blob has every bit of the pool; what is written from it is what a move writes."""
+def test_turned_in_place_as_moved(name: str, dtype: torch.dtype) -> None:
+    """Bit by bit, layer by layer, and nothing else changes."""
     case = CASES[name]
     pool, table = make_pool(case, dtype), case.table()
-    before = contents(pool)
     source, target = torch.tensor([3, 1, 9]), torch.tensor([14, 12, 20])
     p, q = torch.tensor([900, 901, 902]), torch.tensor([11, 1900, 902])
-    blob = read_blob(pool, table, source, p)
-    assert all(map(torch.equal, blob, (side[:, source] for side in before)))
-    BlobTarget(pool, table, p, target, q).write(*blob)
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer[target] = buffer[source]
+    before = contents(pool)
+    turn = KeyTurn(pool, table, p, target, q)
+    for layer in range(NUM_LAYERS):
+        turn(range(layer, layer + 1))
     written = contents(pool)
     assert_only_changed(pool, before, target.tolist())
     move(pool, table, (source, p), (target, q))
@@ -266,20 +264,18 @@ def test_blob_round_trip(name: str, dtype: torch.dtype) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @every_case
 def test_gpu_equals_cpu_without_synchronising(case: Case) -> None:
-    """But for the last bit of a rounding; the blob comes from pinned memory."""
+    """But for the last bit of a rounding."""
     results = []
     for device in ("cpu", "cuda"):
         pool, table = make_pool(case, torch.bfloat16, device), case.table()
         table = RotaryTable(table.cos.to(device), table.sin.to(device), table.is_neox)
         slots = torch.arange(1, 6, device=device)
         p, q = slots + 6, slots + 1899
-        keys, values = (x.cpu().pin_memory() for x in read_blob(pool, table, slots, p))
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error")
         try:
             move(pool, table, (slots, p), (slots + 5, q))
-            BlobTarget(pool, table, p, slots + 10, q).write(keys, values)
-            read_blob(pool, table, slots, p)
+            KeyTurn(pool, table, p, slots + 10, q)(range(NUM_LAYERS))
         finally:
             torch.cuda.set_sync_debug_mode("default")
         results.append([x.cpu() for x in contents(pool)])
@@ -303,23 +299,10 @@ POSITIONS = [
     (FOUR + 2044, r"expected positions in \[0, 2048\), got 2045 to 2048"),
     (FOUR - 2, r"expected positions in \[0, 2048\), got -1 to 2"),
 ]
-BLOB = [
-    (torch.zeros(2, 4, 2, 64), r"expected shape \[3, 4, 2, 64\], got \[2, 4, 2, 64\]"),
-    (torch.zeros(3, 5, 2, 64), r"expected shape .* got \[3, 5, 2, 64\]"),
-    # a silent cast would be a rounding without a trace
-    (torch.zeros(3, 4, 2, 64), "expected torch.bfloat16, got torch.float32"),
-]
 SHORT = [(torch.arange(3), ""), (torch.zeros(4), "expected torch.int64, got torch.float32")]
 NAMES = ("source_slots", "source_positions", "target_slots", "target_positions")
 WRONG: dict[str, dict[str, Any]] = {
-    "read": {"slots": INDEX, "positions": POSITIONS},
-    "write": {
-        "slots": INDEX,
-        "positions": POSITIONS,
-        "source_positions": POSITIONS,
-        "keys": BLOB,
-        "values": BLOB,
-    },
+    "turn": {"slots": INDEX, "positions": POSITIONS, "source_positions": POSITIONS},
     "move": dict.fromkeys(NAMES, SHORT),
 }
 META = torch.zeros(9, 8, device="meta")
@@ -328,18 +311,13 @@ META = torch.zeros(9, 8, device="meta")
 def call(kind: str, **given: Any) -> None:
     """With all arguments right but those that are given."""
     case = CASES["partial"]
-    blob = torch.zeros(NUM_LAYERS, 4, case.num_heads, case.head_dim, dtype=torch.bfloat16)
     good = {"pool": make_pool(case, torch.bfloat16), "table": case.table()}
-    given = good | {"slots": FOUR, "positions": FOUR, "keys": blob, "values": blob} | given
+    given = good | {"slots": FOUR, "positions": FOUR} | given
     pool, table, slots, positions = (given[x] for x in ("pool", "table", "slots", "positions"))
-    if kind == "read":
-        read_blob(pool, table, slots, positions)
-    elif kind == "move":
+    if kind == "move":
         copy_moved(pool, table, **{name: given.get(name, FOUR) for name in NAMES})
     else:
-        origins = given.get("source_positions", FOUR)
-        target = BlobTarget(pool, table, origins, slots, positions)
-        target.write(given["keys"], given["values"])
+        KeyTurn(pool, table, given.get("source_positions", FOUR), slots, positions)
 
 
 @pytest.mark.parametrize("kind", WRONG)

@@ -33,11 +33,11 @@ from triton.compiler import compile as compile_kernel
 from triton.runtime import interpreter
 
 from sglang_chunkcache.fusion import relocate_kernel
-from sglang_chunkcache.fusion.relocate import BlobTarget, RotaryTable, read_blob
+from sglang_chunkcache.fusion.relocate import KeyTurn, RotaryTable
 from tests.examples import examples
 from tests.kit.tensors import CASES, DTYPES, move, random_positions
 
-KINDS = ("move", "write", "read")
+KINDS = ("move", "turn")
 BITS = {2: torch.int16, 4: torch.int32}
 NAME = "sglang_chunkcache.fusion.relocate_kernel"
 NUM_SLOTS = 40
@@ -133,25 +133,18 @@ def make_pool(shape: Shape, device: str) -> Any:
 
 
 def do(kind: str, shape: Shape, device: str, num_tokens: int, *, use_kernel: bool) -> list[Tensor]:
-    """Everything that can have changed, after a move of random tokens:
-    the pool's buffers, and the blob if one is read."""
+    """The pool's buffers, after a move of random tokens, or a turn in all layers but the first."""
     pool, table = make_pool(shape, device), shape.table(device)
     slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(num_tokens))
     source, target = (slots[at : at + num_tokens].to(device) for at in (0, NUM_SLOTS - num_tokens))
     old, new = (random_positions(num_tokens, seed).to(device) for seed in (1, 2))
     old[::3] = new[::3]  # some stay where they are
-    blob: tuple[Tensor, ...] = ()
     if kind == "move":
         move(pool, table, (source, old), (target, new), use_kernel=use_kernel)
-    elif kind == "read":
-        blob = read_blob(pool, table, source, old, target_positions=new, use_kernel=use_kernel)
     else:
-        other = make_pool(shape, device)
-        keys, values = (
-            torch.stack([b[source] for b in side]) for side in (other.k_buffer, other.v_buffer)
-        )
-        BlobTarget(pool, table, old, target, new, use_kernel=use_kernel).write(keys, values)
-    return [*pool.k_buffer, *pool.v_buffer, *blob]
+        turn = KeyTurn(pool, table, old, target, new, use_kernel=use_kernel)
+        turn(range(1, shape.num_layers))
+    return [*pool.k_buffer, *pool.v_buffer]
 
 
 def assert_same(got: Sequence[Tensor], wanted: Sequence[Tensor]) -> None:
@@ -178,8 +171,8 @@ shapes = st.builds(
 @example("move", Shape("interleaved partial", torch.float16, num_heads=3, unturned=7), 2, 5)
 @example("move", Shape("qwen2", torch.bfloat16, num_heads=3, v_head_dim=24, dropped=12), 2, 3)
 @example("move", Shape("interleaved", torch.bfloat16, num_heads=3, unturned=1, dropped=6), 2, 3)
-@example("write", Shape("partial", torch.bfloat16, 3, 5, unturned=48, v_head_dim=7), 4, 9)
-@example("read", Shape("interleaved", torch.float32, num_heads=1), 1, 1)
+@example("turn", Shape("partial", torch.bfloat16, 3, 5, unturned=48, v_head_dim=7), 4, 9)
+@example("turn", Shape("interleaved", torch.float32, num_heads=1), 1, 1)
 @settings(max_examples=examples(60))
 def test_equals_torch(rig: Rig, kind: str, shape: Shape, block: int, num_tokens: int) -> None:
     """Over odd sizes, block edges and scattered slots; what is no target keeps every bit."""
@@ -220,14 +213,16 @@ def test_buffers_that_were_made_anew(rig: Rig) -> None:
     """A pool that wakes may have other memory, and the old one's is somebody else's."""
     shape, slots = Shape("llama", torch.bfloat16), torch.tensor([1, 2], device=rig.device)
     pool, table = make_pool(shape, rig.device), shape.table(rig.device)
-    read_blob(pool, table, slots, slots + 4, use_kernel=True)
+    places = (slots, slots + 4), (slots + 10, slots + 4)
+    move(pool, table, *places, use_kernel=True)
     old_values = pool.v_buffer  # kept alive
     pool.v_buffer = [buffer + 1 for buffer in old_values]
-    _, values = read_blob(pool, table, slots, slots + 4, use_kernel=True)
-    assert torch.equal(values, torch.stack([buffer[slots] for buffer in pool.v_buffer]))
+    move(pool, table, *places, use_kernel=True)
+    for buffer in pool.v_buffer:
+        assert torch.equal(buffer[slots + 10], buffer[slots])
 
 
-@pytest.mark.parametrize("wrong", ["keys", "values", "cos", "source"])
+@pytest.mark.parametrize("wrong", ["keys", "values", "cos"])
 def test_what_is_not_contiguous_is_refused(wrong: str) -> None:
     """The kernel reckons addresses, and would read other numbers."""
 
@@ -235,9 +230,9 @@ def test_what_is_not_contiguous_is_refused(wrong: str) -> None:
         return torch.zeros(*size, 1 + (name == wrong))[..., 0]
 
     keys, values = ([zeros(side, 4, 2, 32)] * 2 for side in ("keys", "values"))
-    cos, sin, source = zeros("cos", 3, 1, 16), zeros("", 3, 1, 16), zeros("source", 2, 3, 2, 32)
-    name = {"cos": "cos, sin", "source": "blob"}.get(wrong, wrong)
-    more: Any = {"is_neox": True, "source": (source, source), "target": torch.arange(3)}
+    cos, sin = zeros("cos", 3, 1, 16), zeros("", 3, 1, 16)
+    name = {"cos": "cos, sin"}.get(wrong, wrong)
+    more: Any = {"is_neox": True, "source": torch.arange(3), "target": torch.arange(3)}
     with pytest.raises(ValueError, match=f"{name}: expected contiguous"):
         relocate_kernel.launch_arguments(keys, values, cos, sin, **more)
 
@@ -248,15 +243,13 @@ POINTERS = dict(zip((torch.int64, *DTYPES), ("*i64", "*bf16", "*fp16", "*fp32"),
 
 
 def ptx_of(
-    kind: str, dtype: torch.dtype, *, num_heads: int, head_dim: int, num_pairs: int, is_neox: bool
+    dtype: torch.dtype, *, num_heads: int, head_dim: int, num_pairs: int, is_neox: bool
 ) -> str:
     """The kernel as a launch on an H100 would have it compiled."""
     keys, values = ([torch.zeros(8, num_heads, head_dim, dtype=dtype)] * 2 for _ in range(2))
     turn, slots = torch.zeros(4, 1, num_pairs), torch.arange(4)
-    blob = (torch.zeros(2, 4, num_heads, head_dim, dtype=dtype),) * 2
-    source, target = blob if kind == "write" else slots, blob if kind == "read" else slots
     arguments, _ = relocate_kernel.launch_arguments(
-        keys, values, turn, turn, is_neox=is_neox, source=source, target=target
+        keys, values, turn, turn, is_neox=is_neox, source=slots, target=slots
     )
     signature, constants, attributes = {}, {}, {}
     for index, parameter in enumerate(relocate_kernel._relocate.params):
@@ -278,14 +271,10 @@ def ptx_of(
 
 @pytest.mark.nvcc
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("kind", "dtype", "is_neox"), [*product(KINDS, DTYPES, [True, False])], ids=str
-)
-def test_compiled_moves_sixteen_bytes_at_a_time(
-    kind: str, dtype: torch.dtype, is_neox: bool
-) -> None:
+@pytest.mark.parametrize(("dtype", "is_neox"), [*product(DTYPES, [True, False])], ids=str)
+def test_compiled_moves_sixteen_bytes_at_a_time(dtype: torch.dtype, is_neox: bool) -> None:
     """No narrower access but to addresses and slots, no number stored twice."""
-    ptx = ptx_of(kind, dtype, num_heads=8, head_dim=128, num_pairs=64, is_neox=is_neox)
+    ptx = ptx_of(dtype, num_heads=8, head_dim=128, num_pairs=64, is_neox=is_neox)
     accesses = Counter(re.findall(r"(?:ld|st)\.global[\w.]*", ptx))
     assert set(accesses) == {"ld.global.v4.b32", "st.global.v4.b32", "ld.global.b64"}
     a_thread = relocate_kernel.TILE_BYTES // (32 * relocate_kernel.OPTIONS["num_warps"])
@@ -297,7 +286,7 @@ def test_compiled_moves_sixteen_bytes_at_a_time(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_compiled_rounds_as_torch_does(dtype: torch.dtype) -> None:
     """Products and sums each on their own, to the nearest; subnormals kept."""
-    ptx = ptx_of("move", dtype, num_heads=2, head_dim=64, num_pairs=32, is_neox=True)
+    ptx = ptx_of(dtype, num_heads=2, head_dim=64, num_pairs=32, is_neox=True)
     operations = Counter(re.findall(r"\b(?:mul|add|sub|fma|cvt)\S*f(?:32|16)\S*", ptx))
     short = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: ""}[dtype]
     down = {f"cvt.rn.{short}.f32", f"cvt.rn.{short}x2.f32"} if short else set()

@@ -14,7 +14,7 @@ from radix_ext.cfo import Scored
 from radix_ext.eviction import NEW_ON_HOST
 from radix_ext.variants import Variant
 from sglang_chunkcache.fusion.calibration import Calibration
-from sglang_chunkcache.fusion.store import ChunkScores, HostBlob
+from sglang_chunkcache.fusion.store import ChunkScores
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.reporting import rank_state
 from sglang_chunkcache.storage.entry import Layout
@@ -24,14 +24,16 @@ from sglang_chunkcache.storage.manifest import Manifest, Row
 from sglang_chunkcache.wire.state import Asked
 from tests.kit.fused import Disk, disk, identity, wheres
 from tests.kit.requests import HEAD, OTHER_HEAD, A, B, C, D, asks, fused, rag
+from tests.reference.fused_scheduler import KV
 
 __all__ = ["disk"]  # the fixture
 
 
 def put(rank: Any, chunk: list[int], scores: Any = None, **fields: Any) -> None:
     """A variant of it into the store."""
-    keys = torch.ones(1, len(chunk), 1, 1)
-    blob = HostBlob(keys, keys.clone())
+    host = rank.fusion_pass.host
+    blob = host.room(len(chunk))
+    host.pool.contents.update((slot, KV(0, 0, None)) for slot in blob.slots.tolist())
     rank.store.put(identity(chunk), Variant((), blob, scores=scores, head="h", **fields))
 
 
@@ -50,7 +52,7 @@ def test_stored_chunks_survive_the_server(disk: Disk) -> None:
     (found,) = second.stored(B)
     assert (found.prefix, found.head) == ((chunk_id(A),), str(HEAD))
     assert (found.priority, found.num_uses) == (before.priority, 1)
-    assert found.blob.read()[0].flatten().tolist() == B
+    assert second.tokens(found) == B
     assert wheres(second.ask(fused(D, B))) == ["gap", "host"]
 
 
@@ -69,7 +71,7 @@ def test_coded_chunks_survive_a_server_of_their_codec_alone(disk: Disk) -> None:
         assert disk.tier.load_most_used() == 2
         (found,) = rank.stored(B)
         assert found.blob.codec.name == codec
-        assert found.blob.read()[0].flatten().round().tolist() == B
+        assert rank.tokens(found) == B
         assert wheres(rank.ask(fused(D, B))) == ["gap", "host"]
         disk.stop()
     assert len(disk.storage.held) == 4, "what the storage had was written again"
