@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Purpose: attention of scattered tokens and moving of KV on a GPU: the tests that need one, then how fast ours are.
 #   tests      pytest -m gpu: every kernel against the reference, on the device
-#   bench      eval bench attention: ours (FA2, FA3, FA3 in two parts) next to dense FA2 and FA3, SDPA with a mask, virtual
+#   bench      eval bench attention: ours (FA2, FA3) next to dense FA2 and FA3, SDPA with a mask, virtual
 #              sequences and FlashInfer's mask; ratios 0.02 to 1, 8k to 32k tokens, batches of 1 to 8, interleaved
 #   relocate   eval bench relocate: the fused copy of chunks against the device's copy rate
 #   launch/gpu_attention.sh OUT [--cpu-smoke] [options of python -m eval bench attention [-- options of pytest]]

@@ -105,8 +105,7 @@ def _calibrate_selection(args: argparse.Namespace) -> int:
             print(f"rank {rank['dp_rank']}: deviation at depth {depth}, question in layer {layer}")
             for name in ("gain_by_depth", "gain_by_layer"):
                 for at, gain in rank["figures"].get(name, {}).items():
-                    mean, most = gain["kl"], gain["kl_max"]
-                    print(f"    {name:14} {at:>4} {mean:8.3f} mean {most:8.3f} of the largest")
+                    print(f"    {name:14} {at:>4} {gain:8.3f}")
     print(json.dumps(result))
     return 0
 

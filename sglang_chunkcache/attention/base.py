@@ -129,7 +129,7 @@ class PassSequence:
             own). The pool's keys must then not include their positions. False: they see what the
             pool holds, at their own positions too.
     Raises:
-        ValueError: shape or dtype differs from the above; a token sees no key, or its own twice.
+        ValueError: shape or dtype differs from the above; a token sees its own key twice.
     """
 
     token_ids: Tensor
@@ -159,9 +159,6 @@ class PassSequence:
             raise ValueError(
                 f"position {int(positions[~has_key][0])} is written but is not in kv_positions"
             )
-        # For its error: a query without a key is NaN in every kernel.
-        if not self.sees_fresh:
-            self.request.visible()
 
     @classmethod
     def of_row(cls, token_ids: Tensor, slots: Tensor, positions: Tensor) -> PassSequence:

@@ -1,9 +1,8 @@
 """The launches of a sparse pass on FlashInfer's kernels: planned once, run once a layer.
 
-    kernel          "causal" launch     "limited" launch           "full" launch
-    fa2             FA2, causal         FA2, our kernel variant    -
-    fa3             FA3, causal         FA3, our kernel variant    -
-    fa3_two_part    FA3, causal         FA2, our kernel variant    FA3, then merged with "limited"
+    kernel    "causal" launch    "limited" launch
+    fa2       FA2, causal        FA2, our kernel variant
+    fa3       FA3, causal        FA3, our kernel variant
 
 Rows of a launch are a slice of the pass, so launches read and write views. Neither `plan` nor `run`
 waits for the device, with one exception: FlashInfer's `plan` writes into pinned memory of its own
@@ -23,7 +22,7 @@ import torch
 from torch import Tensor
 
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
-from sglang_chunkcache.attention.flashinfer_cuda import Backend, jit_args, unsupported_shape
+from sglang_chunkcache.attention.flashinfer_cuda import jit_args, unsupported_shape
 from sglang_chunkcache.attention.sparse_layout import (
     Kind,
     Launch,
@@ -33,7 +32,7 @@ from sglang_chunkcache.attention.sparse_layout import (
 )
 from sglang_chunkcache.attention.upload import upload
 
-KERNELS = ("fa2", "fa3", "fa3_two_part")
+KERNELS = ("fa2", "fa3")
 
 BLOCK_ROWS = 128
 """Rows of a block, at most: FA2 packs a KV head's query heads into them, FA3 one head."""
@@ -47,7 +46,6 @@ at 5e-3 it is 2 ** -361. From 0.7 on hidden is minus infinity."""
 
 
 class _Step(NamedTuple):
-    kind: Kind
     rows: slice
     wrapper: Any
     extra: tuple[Any, ...]
@@ -59,9 +57,9 @@ class FlashInferSparse:
 
     Args:
         scale: Of the logits, before the softmax.
-        kernel: One of `KERNELS`; "fa3" and "fa3_two_part" need Hopper.
-        modules: with `BatchPrefillWithPagedKVCacheWrapper` and `merge_state_in_place`; None:
-            FlashInfer, which tests/reference/flashinfer.py models.
+        kernel: One of `KERNELS`; "fa3" needs Hopper.
+        modules: with `BatchPrefillWithPagedKVCacheWrapper`; None: FlashInfer, which
+            tests/reference/flashinfer.py models.
     Raises:
         ValueError: shape, scale or kernel is not supported.
     """
@@ -101,8 +99,7 @@ class FlashInferSparse:
 
     def warm_up(self) -> None:
         """Compile and load what a pass may need, in one launch of each kind; minutes at first."""
-        # From the third key on, so that tiles have keys before them: "full" runs, too.
-        positions = torch.arange(self.tile_rows + 2) + 2
+        positions = torch.arange(self.tile_rows + 2)
         positions[-2:] += torch.tensor([1, 2])  # a run, then two scattered rows
         # One slot serves as all of them: what is computed does not matter here.
         slots = torch.zeros(int(positions[-1]) + 1, dtype=torch.int64, device=self._device)
@@ -120,9 +117,7 @@ class FlashInferSparse:
         self._layout = None
         if self._copied is not None:
             self._copied.synchronize()
-        layout = plan_sparse(
-            requests, tile_rows=self.tile_rows, two_part=self._kernel == "fa3_two_part"
-        )
+        layout = plan_sparse(requests, tile_rows=self.tile_rows)
         starts = torch.tensor([0, *(request.num_keys for request in requests)]).cumsum(0)
         # The kernels take slot indices of int32.
         slots = torch.cat(
@@ -148,24 +143,8 @@ class FlashInferSparse:
         # FlashInfer wants the page dimension, which SGLang's pool has not.
         cache = keys[:, None], values[:, None]
         out = torch.empty(queries.shape, dtype=queries.dtype, device=queries.device)
-        parts: dict[Kind, tuple[Tensor, Tensor]] = {}
-        two_parts = any(step.kind == "full" for step in self._steps)
         for step in self._steps:
-            query, target = queries[step.rows], out[step.rows]
-            if step.kind == "causal" or not two_parts:
-                step.wrapper.run(query, cache, *step.extra, out=target)
-            else:
-                # "limited" writes the same rows of `out`, so "full" needs memory of its own.
-                target = torch.empty_like(target) if step.kind == "full" else target
-                parts[step.kind] = step.wrapper.run(
-                    query, cache, *step.extra, out=target, return_lse=True
-                )
-        if two_parts:
-            (part, lse), (other, other_lse) = parts["limited"], parts["full"]
-            # The rows of "full" are the last ones of "limited".
-            self._modules.merge_state_in_place(
-                part[-len(other) :], lse[-len(other) :], other, other_lse
-            )
+            step.wrapper.run(queries[step.rows], cache, *step.extra, out=out[step.rows])
         return out
 
     def _plan_launch(self, launch: Launch, slots: Tensor, starts: Tensor) -> _Step:
@@ -202,21 +181,16 @@ class FlashInferSparse:
         extra: tuple[Any, ...] = ()
         if launch.kind == "limited":
             extra = limits.to(self._device, non_blocking=True), self._scale
-        return _Step(launch.kind, launch.rows, wrapper, extra)
-
-    def _backend(self, kind: Kind) -> Backend:
-        is_mixed = self._kernel == "fa3_two_part" and kind == "limited"
-        return "fa2" if self._kernel == "fa2" or is_mixed else "fa3"
+        return _Step(launch.rows, wrapper, extra)
 
     def _masks(self, kind: Kind) -> bool:
         """Whether only custom-mask mode applies the variant to every tile: it is then forced."""
-        return kind == "limited" and self._backend(kind) == "fa2"
+        return kind == "limited" and self._kernel == "fa2"
 
     def _create_wrapper(self, kind: Kind) -> Any:
-        backend = self._backend(kind)
-        args: dict[str, Any] = {"backend": backend}
+        args: dict[str, Any] = {"backend": self._kernel}
         if kind == "limited":
-            args["jit_args"] = jit_args(self._shape, backend)
+            args["jit_args"] = jit_args(self._shape, self._kernel)
         if self._owns_mask and self._masks(kind):
             args["variant_owns_mask"] = True
         return self._modules.BatchPrefillWithPagedKVCacheWrapper(self._workspace, **args)

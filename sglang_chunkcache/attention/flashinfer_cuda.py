@@ -11,13 +11,11 @@ from __future__ import annotations
 import zlib
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from sglang_chunkcache.attention.base import HeadShape
-
-Backend = Literal["fa2", "fa3"]
 
 VERSIONS = ("0.6.18", "0.7.1", "0.7.2")
 """The FlashInfers whose kernels were read: the structs below rely on more than its public
@@ -91,10 +89,10 @@ struct ChunkcacheLimits {
 };
 """
 
-SOURCES: dict[Backend, str] = {"fa2": _FA2, "fa3": _FA3}
+SOURCES = {"fa2": _FA2, "fa3": _FA3}
 
 
-def jit_args(shape: HeadShape, backend: Backend) -> tuple[Any, ...]:
+def jit_args(shape: HeadShape, backend: str) -> tuple[Any, ...]:
     """`jit_args` of a FlashInfer wrapper, whose `run` then takes `limits` and the scale, too."""
     source = SOURCES[backend]
     # The name is the module's key in FlashInfer's cache on disk, so it includes a checksum of the

@@ -30,10 +30,7 @@ def log_sum_exp(queries: Tensor, keys: Tensor, *, scale: float, is_causal: bool 
         is_causal: query i sees keys 0 to i, and n is m; else every query sees every key.
     Returns:
         [num_heads, n] float32.
-    Raises:
-        ValueError: no keys; causal, and not as many keys as queries.
     """
-    _check(queries, keys, is_causal)
     # torch's public scaled_dot_product_attention returns no log-sum-exp.
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     if keys.is_cuda:
@@ -52,7 +49,6 @@ def log_sum_exp_by_pieces(
 ) -> Tensor:
     """As `log_sum_exp`, from logits in float32, `PIECE_BYTES` of them (but one query's at least) at
     a time."""
-    _check(queries, keys, is_causal)
     query, key = _by_kv_head(queries.float(), keys.float())
     rows = max(1, PIECE_BYTES // (4 * queries.shape[1] * len(keys)))
     places = torch.arange(len(keys), device=keys.device)
@@ -64,12 +60,6 @@ def log_sum_exp_by_pieces(
             logits.masked_fill_(places > seen, float("-inf"))
         parts.append(logits.logsumexp(-1))
     return torch.cat(parts, 2).flatten(0, 1)
-
-
-def _check(queries: Tensor, keys: Tensor, is_causal: bool) -> None:
-    if not len(keys) or (is_causal and len(queries) != len(keys)):
-        expected = f"{len(queries)}, one a query," if is_causal else "at least one"
-        raise ValueError(f"keys: expected {expected} but got {len(keys)}")
 
 
 def _by_kv_head(queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:

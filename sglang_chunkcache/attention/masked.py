@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.radix_attention import AttentionType
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -244,12 +243,9 @@ def _checked_heads(
         raise ValueError(
             f"layer {layer.layer_id}: the pass does not support K/V shared with another layer"
         )
-    # Ignored, each of them would give wrong KV without a word.
+    # What no layer's attributes tell at the start (model_support.py). Ignored, each of them would
+    # give wrong KV without a word.
     reasons = {
-        "cross attention": layer.is_cross_attention,
-        "attention that is not causal": layer.attn_type != AttentionType.DECODER,
-        "a sliding window": layer.sliding_window_size > -1,
-        "capped logits": layer.logit_cap > 0,
         "K/V that the model writes itself": not save_kv_cache,
         **{name: value is not None for name, value in kwargs.items()},
     }

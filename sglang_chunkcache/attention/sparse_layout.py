@@ -5,10 +5,8 @@
                                                 | takes at a time
     launches                    causal          | limited: all keys up to the tile's last row's,
                                                 | each row its first ones
-    or, in two parts            causal          | full: the keys before the tile, and limited: the
-                                                | rest; to be merged
 
-An entry of a launch is some rows of one request over a stretch of its keys. Computed on the host,
+An entry of a launch is some rows of one request over its first keys. Computed on the host,
 over all requests at once, from what the queries see: reads no device tensor, knows no heads and no
 kernels.
 """
@@ -28,7 +26,7 @@ from sglang_chunkcache.attention.base import SparseRequest
 from sglang_chunkcache.attention.upload import upload
 
 Ints = NDArray[np.int64]
-Kind = Literal["causal", "full", "limited"]
+Kind = Literal["causal", "limited"]
 
 MAX_INDICES = 1 << 24
 """Slot indices of a pass: 64 MiB of int32."""
@@ -41,30 +39,23 @@ class Launch(NamedTuple):
     """One kernel launch over e entries, whose rows and slot indices are concatenated."""
 
     kind: Kind
-    """The keys of its entry that a row sees.
-
-    causal     one more than the row before, the last row all
-    full       all
-    limited    the first `limits[row]`
-    """
+    """The keys of its entry that a row sees: "causal", one more than the row before, the last row
+    all; "limited", the first `limits[row]`."""
     rows: slice
     """Of the pass, in plan order."""
     qo_indptr: Tensor
     """[e + 1] int32, from 0."""
     request: Tensor
     """[e] int64: whose keys the entry reads."""
-    first_key: Tensor
-    """[e] int64: from which of the request's keys on."""
     kv_indptr: Tensor
     """[e + 1] int32, from 0."""
     limits: Tensor | None
-    """[rows] int32, limited only: at least 1, counted from the entry's first key."""
+    """[rows] int32, limited only: at least 1."""
 
 
 @dataclass(frozen=True)
 class SparseLayout:
-    """A pass as launches. Each row is in "causal" or in "limited". The last rows of "limited" may
-    be in "full" too, and both results are then to be merged."""
+    """A pass as launches. Each row is in "causal" or in "limited"."""
 
     order: Tensor | None
     """[n] int64: row i is the requests' token `order[i]`; None: they stay in order."""
@@ -79,9 +70,6 @@ class Pieces(NamedTuple):
     start: Ints
     size: Ints
 
-    def take(self, index: NDArray[np.intp] | NDArray[np.bool_]) -> Pieces:
-        return Pieces(*(field[index] for field in self))
-
     def rows(self) -> Ints:
         """All of them, piece by piece."""
         ends = np.cumsum(self.size)
@@ -93,16 +81,13 @@ def plan_sparse(
     requests: Sequence[SparseRequest],
     *,
     tile_rows: int = 128,
-    two_part: bool = False,
     max_indices: int = MAX_INDICES,
 ) -> SparseLayout:
-    """Lay out a pass: the runs' rows first, then the tiles; in two parts, those tiles first that
-    are in "limited" only.
+    """Lay out a pass: the runs' rows first, then the tiles.
 
     Args:
         tile_rows: Rows that the kernels take at a time, and the least that a run needs for an entry
             of its own.
-        two_part: Keys that are visible to a whole tile go to a launch without limits.
         max_indices: Tiles grow until the launches have no more slot indices than that, at most to
             all of a request's rows. Where runs take more than half of it, tiles still get half:
             grown tiles would walk keys without need.
@@ -122,20 +107,12 @@ def plan_sparse(
     scattered = counts - _sum_by_request(runs.size, runs.request, len(counts))
     budget = max(max_indices - run_indices, max_indices // 2)
     tiles = _cut_tiles(visible[rows], scattered, tile_rows, budget)
-    cuts = np.zeros_like(tiles.start)
-    if two_part:
-        # The keys before the first row's last one: every row of the tile sees them.
-        cuts = visible[rows[tiles.start]] - 1
-        # Stable: among themselves tiles keep their order, in which positions ascend.
-        by_part = np.argsort(cuts > 0, kind="stable")
-        tiles, cuts = tiles.take(by_part), cuts[by_part]
-        rows = rows[tiles.rows()]
     order = np.concatenate([run_rows, rows])
     return SparseLayout(
         # None spares every layer a copy of queries and output.
         order=None if bool((np.diff(order) == 1).all()) else torch.from_numpy(order),
         num_rows=len(order),
-        launches=_launches(runs, tiles, cuts, visible[order]),
+        launches=_launches(runs, tiles, visible[order]),
     )
 
 
@@ -150,7 +127,7 @@ def slot_indices(launch: Launch, slots: Tensor, starts: Tensor) -> Tensor:
         [kv_indptr[-1]] int32, on the device of `slots`.
     """
     total = int(launch.kv_indptr[-1])
-    shift = starts[launch.request] + launch.first_key - launch.kv_indptr[:-1]
+    shift = starts[launch.request] - launch.kv_indptr[:-1]
     # One upload for both, each of which is a copy of its own.
     entries = upload(torch.stack([shift.int(), launch.kv_indptr.diff()]), slots.device)
     # Without the size, repeat_interleave waits for the device to know it.
@@ -211,44 +188,29 @@ def tiles_of(tile_rows: int, counts: Ints) -> Pieces:
     return Pieces(request, start, end - start)
 
 
-def _launches(runs: Pieces, tiles: Pieces, cuts: Ints, visible: Ints) -> tuple[Launch, ...]:
-    """The launches that have entries.
-
-    Args:
-        cuts: keys of each tile that are "full".
-        visible: [n] in plan order.
-    """
-    whole = tiles.take(cuts > 0)
+def _launches(runs: Pieces, tiles: Pieces, visible: Ints) -> tuple[Launch, ...]:
+    """The launches that have entries. visible: [n] in plan order."""
     last_seen = visible[np.cumsum(np.concatenate([runs.size, tiles.size])) - 1]
     run_keys, tile_keys = np.split(last_seen, [len(runs.size)])
     num_run_rows = int(runs.size.sum())
-    first_whole = len(visible) - int(whole.size.sum())
-    # Counted from the entry's first key, which is behind those that "full" has read.
-    limits = visible[num_run_rows:] - np.repeat(cuts, tiles.size)
+    limits = torch.from_numpy(visible[num_run_rows:]).int()
     launches = (
-        _launch("causal", 0, runs, np.zeros_like(run_keys), run_keys),
-        _launch("full", first_whole, whole, np.zeros_like(whole.size), cuts[cuts > 0]),
-        _launch("limited", num_run_rows, tiles, cuts, tile_keys - cuts, limits),
+        _launch("causal", slice(0, num_run_rows), runs, run_keys, None),
+        _launch("limited", slice(num_run_rows, len(visible)), tiles, tile_keys, limits),
     )
     return tuple(launch for launch in launches if len(launch.request))
 
 
 def _launch(
-    kind: Kind,
-    first_row: int,
-    pieces: Pieces,
-    first_key: Ints,
-    num_keys: Ints,
-    limits: Ints | None = None,
+    kind: Kind, rows: slice, pieces: Pieces, num_keys: Ints, limits: Tensor | None
 ) -> Launch:
     return Launch(
         kind=kind,
-        rows=slice(first_row, first_row + int(pieces.size.sum())),
+        rows=rows,
         qo_indptr=_indptr(pieces.size),
         request=torch.from_numpy(pieces.request),
-        first_key=torch.from_numpy(first_key),
         kv_indptr=_indptr(num_keys),
-        limits=None if limits is None else torch.from_numpy(limits).int(),
+        limits=limits,
     )
 
 

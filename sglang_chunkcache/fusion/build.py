@@ -15,13 +15,14 @@ from sglang_chunkcache.config import ChunkCacheConfig, flag_name
 from sglang_chunkcache.fusion.calibration_trial import Calibrator
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.gate import GateFigures, gated_attention
-from sglang_chunkcache.fusion.metrics import StoreMetrics
+from sglang_chunkcache.fusion.keeping import GAUGES
 from sglang_chunkcache.fusion.model_support import unsupported
 from sglang_chunkcache.fusion.price_trial import measure_costs
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.relocate import RotaryTable, rotary_of
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.fusion.trial_rows import Means
+from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
 from sglang_chunkcache.scheduler.codec_pool import CodecPool
 from sglang_chunkcache.scheduler.host_chains import HostChains
@@ -99,13 +100,9 @@ def create_fuser(
                 "--reuse fused moves whatever it costs: the KV pool is too small to measure on"
             )
         logger.info(
-            "chunk cache: costs measured in %.1f s on prompts of up to %d tokens: %s",
+            "chunk cache: costs measured in %.1f s on prompts of up to %d tokens",
             time.perf_counter() - started,
             longest,
-            {
-                phase.value: tuple(f"{part:.2e}" for part in line)
-                for phase, line in (pricing.costs or {}).items()
-            },
         )
     fuser = Fuser(
         tree,
@@ -122,7 +119,7 @@ def create_fuser(
         else StorageTier(storage, nodes, max_gap_tokens=config.max_gap_tokens),
         in_host_memory=host_chains.write_back.takes if has_chains else None,
         gate=figures.as_dict(),
-        metrics=StoreMetrics() if args.enable_metrics else None,
+        metrics=RankMetrics("chunkcache:store_", GAUGES, {}) if args.enable_metrics else None,
     )
     # `Fuser` has told the storage which weights these are: before that it names no entry.
     if fuser.tier is not None:

@@ -12,11 +12,9 @@ Everything is read and written in slots of the trial's own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
-from statistics import fmean
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -47,19 +45,6 @@ NUM_ROWS, NUM_PLACES = 3, 2
 Where a prompt's chunks are computed before they are moved: in turned order, and alone."""
 
 
-class Agreement(NamedTuple):
-    """With full prefill's answer: KL of its tokens, mean and maximum;
-    as a gain, the share of either that is restored."""
-
-    kl: float
-    kl_max: float
-
-    @classmethod
-    def mean(cls, each: Iterable[Agreement]) -> Agreement:
-        """Over answers; rounded, for people."""
-        return cls(*(round(fmean(column), 6) for column in zip(*each, strict=True)))
-
-
 class Trial:
     """One prompt, prefilled as a whole and answered."""
 
@@ -79,13 +64,12 @@ class Trial:
         yield Place(self, turned, [chunks[::-1]])
         yield Place(self, alone, [[i] for i in chunks])
 
-    def agreement(self) -> Agreement:
-        """Of the answer behind the moved row with that behind full prefill."""
+    def kl(self) -> float:
+        """From full prefill's answer to that behind the moved row, mean over its tokens."""
         # The answer is given, not decoded anew: each token follows what full prefill has said.
         hidden = self.means.prefill(self.moved, [*self.ids, *self.answer[:-1]], self.end)
         got = self.means.logits(hidden[-len(self.answer) :]).log_softmax(-1)
-        kl = (self.expected.exp() * (self.expected - got)).sum(-1)
-        return Agreement(float(kl.mean()), float(kl.max()))
+        return float((self.expected.exp() * (self.expected - got)).sum(-1).mean())
 
     def _answer(self) -> tuple[list[int], Tensor]:
         hidden = self.means.prefill(self.full, self.ids)
@@ -163,14 +147,14 @@ class Place:
         chunks = self._chunks(())
         return positions_of(chunks, jointly_highest(scores, chunks, ratio))
 
-    def agreement(self, positions: Sequence[int]) -> Agreement:
+    def kl(self, positions: Sequence[int]) -> float:
         """With these tokens recomputed."""
         trial = self.trial
         self._restore()
         if positions:
             # As in service, so the pass's errors count, too.
             self._means.recompute(trial.moved, trial.ids, [positions])
-        return trial.agreement()
+        return trial.kl()
 
     # Private, in order of use
 

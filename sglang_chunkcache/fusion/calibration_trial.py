@@ -3,8 +3,8 @@
     gain = 1 - KL(full, moved and recomputed) / KL(full, moved)       mean over the answer's tokens
 
 A choice of `ratio` of the tokens is tried for the deviation at each depth and for the question's
-attention in each layer (in a deep model at every few, then beside the best). Chosen are those that
-gain most per second that the request takes with them, by the cost model. Heads are chosen by how
+attention in each layer (in a deep model at every few, then beside the best). Chosen is the first of
+those that gain nearly the most: what is before it runs for each request. The head is chosen by how
 many of the tokens that deviate most at that depth are among the `BY_CONTEXT` tokens that look
 beyond their chunk most. Then tokens are recomputed down to less and less deviation, which tells how
 much of it may stay (ratio "auto").
@@ -18,19 +18,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from radix_ext.costs import NOMINAL, Phase, extend_work, seconds, through
 from radix_ext.fusion_request import BY_CONTEXT, MAX_AUTO
 from sglang_chunkcache.fusion.calibration import Calibration, Step, file_of, load, save
 from sglang_chunkcache.fusion.calibration_places import (
     MAX_ANSWER,
     NUM_PLACES,
     NUM_ROWS,
-    Agreement,
     Measured,
     Place,
     Trial,
@@ -44,10 +43,6 @@ logger = logging.getLogger(__name__)
 
 MAX_TRIED = 8
 """Depths, and layers, that are tried before the neighbours of the best."""
-MAX_HEADS = 4
-MIN_RECALL = 0.05
-"""What a further head must add.
-With .01 the bundled model's second one cost other questions .05 of exact match (eval/LOG.md)."""
 SHARES = (0.01, 0.02, 0.03, 0.05, 0.07, 0.1, 0.15, 0.2, 0.3)
 """Of all tokens: the shares whose least deviation is tried as the limit."""
 MAX_SECONDS = 30
@@ -56,7 +51,8 @@ find less, but SGLang's health check fails after 20 s in which nothing is answer
 MIN_KL, MIN_GAIN = 1e-4, 0.1
 """Below, nothing is to be restored, or no depth or layer restores it: the paper's stays."""
 MIN_KEPT = 0.9
-"""Share of the gain of comparing all tokens that comparing the proposed ones must have."""
+"""Share of the most gain that is nearly the most. So much of the gain of comparing all tokens must
+comparing the proposed ones have."""
 
 
 class Calibrator:
@@ -98,9 +94,6 @@ class Calibrator:
                 "chunk cache: the kept calibration is of no such model: %s", kept.as_dict()
             )
             return Calibration()
-        logger.info(
-            "chunk cache: selection was calibrated on these weights before: %s", kept.as_dict()
-        )
         return kept
 
     def measure(self, prompts: Sequence[CalibrationPrompt], weights: int | None) -> Calibration:
@@ -153,54 +146,51 @@ class _Search:
         # Of one place: three lists of choices, and for each choice evidence, a pass, question and
         # answer.
         num_choices = 2 * min(self._num_layers, 2 * MAX_TRIED) + len(SHARES)
-        expected, moved = 0.0, list[Agreement]()
+        expected, moved = 0.0, list[float]()
         for place in places:
             started = time.perf_counter()
-            agreement = place.agreement([])
+            kl = place.kl([])
             expected += 3 * num_choices * (time.perf_counter() - started)
             # Both places of the first prompt are tried, however long they take.
             if len(moved) >= NUM_PLACES and expected > MAX_SECONDS * 2 / 3:
                 break
-            moved.append(agreement)
-        self._places, self._moved = places[: len(moved)], Agreement.mean(moved)
+            moved.append(kl)
+        self._places, self._moved = places[: len(moved)], fmean(moved)
 
     def run(self) -> Calibration:
-        if self._moved.kl < MIN_KL:
+        if self._moved < MIN_KL:
             return Calibration(figures=self._figures())
         num_layers = self._num_layers
         # Layer 1 cannot tell deviation: its KV depends on its token alone.
-        depths = self._try(
-            range(2, num_layers + 1), Place.deviation, lambda at: self._seconds(at / num_layers, 0)
-        )
-        layers = self._try(
-            range(1, num_layers + 1), Place.question, lambda at: self._seconds(0, at / num_layers)
-        )
-        depth = _best(depths, otherwise=Calibration.depth)
-        layer = _best(layers, otherwise=Calibration.layer)
-        heads, recall = self._heads(depth)
-        # Without heads `critical` compares all tokens.
-        whole, gain_of_all = self._critical(depth, layer, ())
-        some, gain = self._critical(depth, layer, heads) if heads else (whole, gain_of_all)
-        if gain.kl < MIN_KEPT * gain_of_all.kl:
-            heads, some = (), whole
+        depths = self._try(range(2, num_layers + 1), Place.deviation)
+        layers = self._try(range(1, num_layers + 1), Place.question)
+        depth = _first_of_best(depths, otherwise=Calibration.depth)
+        layer = _first_of_best(layers, otherwise=Calibration.layer)
+        head, recall = self._head(depth)
+        heads: tuple[Head, ...] = (head,)
+        measured, gain = self._critical(depth, layer, heads)
+        # Without a head `critical` compares all tokens.
+        all_measured, gain_of_all = self._critical(depth, layer, ())
+        if gain < MIN_KEPT * gain_of_all:
+            heads, measured = (), all_measured
         figures = self._figures(
-            gain_by_depth={at: gain._asdict() for at, (gain, _) in sorted(depths.items())},
-            gain_by_layer={at: gain._asdict() for at, (gain, _) in sorted(layers.items())},
+            gain_by_depth=dict(sorted(depths.items())),
+            gain_by_layer=dict(sorted(layers.items())),
             recall_of_heads=round(recall, 4),
-            gain_of_critical=gain._asdict(),
-            gain_of_critical_on_all=gain_of_all._asdict(),
+            gain_of_critical=gain,
+            gain_of_critical_on_all=gain_of_all,
         )
-        return Calibration(depth, layer, heads, self._steps(some), figures)
+        return Calibration(depth, layer, heads, self._steps(measured), figures)
 
     def _critical(
         self, depth: int, layer: int, heads: tuple[Head, ...]
-    ) -> tuple[list[Measured], Agreement]:
+    ) -> tuple[list[Measured], float]:
         """What the selector of this name knows of each place, and what its choice gains."""
         found = [place.critical(depth, layer, heads, self._ratio) for place in self._places]
         return found, self._gain(each.choose(self._ratio) for each in found)
 
     def _figures(self, **more: Any) -> dict[str, Any]:
-        return {"places": len(self._places), "moved": self._moved._asdict(), **more}
+        return {"places": len(self._places), "moved": round(self._moved, 6), **more}
 
     def _steps(self, measured: Collection[Measured]) -> tuple[Step, ...]:
         """What recomputing everything above a limit gains, for limits that `SHARES` exceed."""
@@ -213,97 +203,48 @@ class _Search:
                 break
             above = float(compared[k])  # k tokens deviate more
             gain = self._gain(each.choose(MAX_AUTO, above) for each in measured)
-            steps.append(Step(above, gain.kl, share))
+            steps.append(Step(above, gain, share))
         return tuple(steps) if any(step.gain >= MIN_GAIN for step in steps) else ()
 
-    def _try(
-        self,
-        choices: range,
-        score_of: Callable[[Place, int], Tensor],
-        seconds_of: Callable[[int], float],
-    ) -> dict[int, tuple[Agreement, float]]:
-        """(gain, gain per second) of the choices that were tried."""
-        tried: dict[int, tuple[Agreement, float]] = {}
-
-        def attempt(at: int) -> None:
-            if at in choices and at not in tried:
-                gain = self._gain(
-                    place.highest(score_of(place, at), self._ratio) for place in self._places
-                )
-                tried[at] = gain, gain.kl / seconds_of(at)
-
-        step = ceil(len(choices) / MAX_TRIED) or 1
-        for at in choices[::step]:
-            attempt(at)
-        while step > 1:
+    def _try(self, choices: range, score_of: Callable[[Place, int], Tensor]) -> dict[int, float]:
+        """Gains of the choices that were tried."""
+        tried: dict[int, float] = {}
+        step = max(1, ceil(len(choices) / MAX_TRIED))
+        wanted: Sequence[int] = choices[::step]
+        while True:
+            for at in wanted:
+                if at in choices and at not in tried:
+                    tried[at] = self._gain(
+                        place.highest(score_of(place, at), self._ratio) for place in self._places
+                    )
+            if step == 1:
+                return tried
             step = ceil(step / 2)
-            best = max(tried, key=lambda at: tried[at][1])
-            attempt(best - step)
-            attempt(best + step)
-        return tried
+            best = _first_of_best(tried, otherwise=max(tried, key=tried.__getitem__))
+            wanted = best - step, best + step
 
-    def _gain(self, chosen: Iterable[Sequence[int]]) -> Agreement:
+    def _gain(self, chosen: Iterable[Sequence[int]]) -> float:
         """Of what is recomputed in each place."""
         pairs = zip(self._places, chosen, strict=True)
-        left = Agreement.mean(place.agreement(positions) for place, positions in pairs)
+        left = fmean(place.kl(positions) for place, positions in pairs)
         # No division by 0: where moved KV answers alike, `run` has returned.
-        return Agreement(
-            *(round(1 - part / whole, 4) for part, whole in zip(left, self._moved, strict=True))
-        )
+        return round(1 - left / self._moved, 4)
 
-    def _heads(self, depth: int) -> tuple[tuple[Head, ...], float]:
-        """The heads that together point at most of what deviates most, and which share of it."""
-        looks = [place.looks(depth, self._ratio / 3) for place in self._places]
-        num_layers, num_heads = looks[0][0].shape[:2]
-        chosen: list[Head] = []
-        recall = 0.0
-        while len(chosen) < MAX_HEADS:
-            found = torch.zeros(num_layers, num_heads)
-            for outward, wanted in looks:
-                # Together with the heads chosen before: `critical` reads their mean.
-                sums = outward + sum((outward[at] for at in chosen), torch.zeros(()))
-                k = num_critical(BY_CONTEXT, sums.shape[-1])
-                # Stable, as `top_k.highest`: ties go to the earlier token.
-                ranks = sums.flatten(0, 1).sort(dim=-1, descending=True, stable=True).indices[:, :k]
-                found += (
-                    wanted[ranks].sum(-1).reshape(num_layers, num_heads) / wanted.sum() / len(looks)
-                )
-            for at in chosen:
-                found[at] = -1  # not chosen twice
-            best = int(found.argmax())
-            if float(found.max()) < recall + MIN_RECALL:
-                break
-            chosen.append((best // num_heads, best % num_heads))
-            recall = float(found.max())
-        return tuple(chosen), recall
-
-    def _seconds(self, compared: float, asked: float) -> float:
-        """What the trials' prompts take on average once their chunks are moved."""
-        # Nominal costs take measuring for free: every depth would seem equally fast.
-        costs = self._means.pricing.costs or {
-            **NOMINAL,
-            Phase.QUESTION: NOMINAL[Phase.EXTEND],
-            Phase.DEVIATION: NOMINAL[Phase.EXTEND],
-        }
-        total = 0.0
-        for trial in (place.trial for place in self._places):
-            num_moved = trial.end - trial.start
-            num_recomputed = num_critical(self._ratio, num_moved)
-            window = min(self._means.window, trial.num_tokens - trial.end)
-            works = {
-                Phase.QUESTION: through(asked, window if asked else 0, trial.end),
-                Phase.DEVIATION: through(compared, num_moved if compared else 0, trial.end),
-                Phase.RECOMPUTE: through(1, num_recomputed, trial.end),
-                Phase.EXTEND: extend_work(trial.end, trial.num_tokens),
-            }
-            total += seconds(costs, works)
-        return total / len(self._places)
+    def _head(self, depth: int) -> tuple[Head, float]:
+        """The head that points at most of what deviates most, and at which share of it."""
+        found = []
+        for outward, wanted in (place.looks(depth, self._ratio / 3) for place in self._places):
+            k = num_critical(BY_CONTEXT, outward.shape[-1])
+            # Stable, as `top_k.highest`: ties go to the earlier token.
+            ranks = outward.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+            found.append(wanted[ranks].sum(-1) / wanted.sum())
+        recall = torch.stack(found).mean(0)
+        layer, head = divmod(int(recall.argmax()), recall.shape[1])
+        return (layer, head), float(recall.max())
 
 
-def _best(tried: Mapping[int, tuple[Agreement, float]], *, otherwise: int) -> int:
-    """What gains most per second, of what gains enough."""
-    return max(
-        (at for at, (gain, _) in tried.items() if gain.kl >= MIN_GAIN),
-        key=lambda at: tried[at][1],
-        default=otherwise,
-    )
+def _first_of_best(tried: Mapping[int, float], *, otherwise: int) -> int:
+    """The first choice that gains nearly the most, if that is enough."""
+    most = max(tried.values(), default=0.0)
+    good = [at for at, gain in tried.items() if gain >= max(MIN_GAIN, MIN_KEPT * most)]
+    return min(good, default=otherwise)

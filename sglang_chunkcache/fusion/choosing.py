@@ -53,7 +53,7 @@ class Chooser:
             if move.fusion.focus != "off" and seen.question_by_layer is not None:
                 # In fewer layers than the window no split settles, and all chunks would be focused.
                 window = min(focus.WINDOW, len(seen.question_by_layer))
-                focused, _ = focus.focused_chunks(seen.question_by_layer, window=window)
+                focused = focus.focused_chunks(seen.question_by_layer, window=window)
                 selection = focus.spare_unfocused(selection, focused)
                 move.focused = [int(move.moved[i].span or 0) for i in sorted(focused)]
             move.fallbacks += selection.fallbacks

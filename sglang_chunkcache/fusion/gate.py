@@ -167,16 +167,16 @@ class GateFigures:
         }
 
     def __str__(self) -> str:
-        return (
-            f"layer-0 keys off by {self.moved_ulps:.2f} units in the last place when moved,"
-            f" {self.stored_ulps:.2f} by way of the store, {self.far_ulps:.2f} across the context"
-            f" (limit {self.max_ulps:.2f}); with"
-            f" everything recomputed K/V off by {self.kv_error:.4g} times prefill's own noise"
-            f" (limit {NOISE_FACTOR}) and logits by {self.logit_error:.4g} (limit"
-            f" {self.max_logit_error:.4g}, without recomputing"
-            f" {self.logit_error_unrecomputed:.4g}); K/V of scattered tokens off by"
-            f" {self.scattered_error:.4g} times prefill's own noise (limit {NOISE_FACTOR}, with"
-            f" limits off by one {self.scattered_error_off_by_one:.4g})"
+        measured = [
+            f"{name} {figure:.4g} (limit {limit:.4g})"
+            for name, (figure, limit) in self.limits.items()
+        ]
+        return ", ".join(
+            [
+                *measured,
+                f"logit_error_unrecomputed {self.logit_error_unrecomputed:.4g}",
+                f"scattered_error_off_by_one {self.scattered_error_off_by_one:.4g}",
+            ]
         )
 
 

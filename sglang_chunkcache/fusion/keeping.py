@@ -13,9 +13,9 @@ from radix_ext.variant_index import VariantIndex
 from radix_ext.variants import Identity, Variant
 from sglang_chunkcache.fusion.capture import Captures
 from sglang_chunkcache.fusion.fill import FusionPass
-from sglang_chunkcache.fusion.metrics import StoreMetrics
 from sglang_chunkcache.fusion.outcome import outcome_of
 from sglang_chunkcache.fusion.tier import StorageTier
+from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.scheduler.node import ChunkIdentity, facts, identity_of, state
 from sglang_chunkcache.wire.report import Fallback
 from sglang_chunkcache.wire.spans import RequestSpans
@@ -27,6 +27,15 @@ if TYPE_CHECKING:
 
 KINDS = ("captured", "preprocessed", "exact")
 """Of KV in the store."""
+GAUGES = {
+    "bytes": ("bytes", "livesum", "bytes of KV in the store, by kind: captured, preprocessed"),
+    "saved_bytes": (
+        "saved_bytes",
+        "livesum",
+        "how many fewer these are than in the pool's dtype, by kind",
+    ),
+}
+"""What Prometheus is told of `stats`."""
 
 
 class StoreKeeper:
@@ -46,7 +55,7 @@ class StoreKeeper:
         sources: ChunkSources,
         fusion_pass: FusionPass,
         tier: StorageTier | None,
-        metrics: StoreMetrics | None,
+        metrics: RankMetrics | None,
         in_host_memory: Callable[[TreeNode], bool] | None,
     ) -> None:
         self._store, self._sources, self._tier, self._metrics = store, sources, tier, metrics

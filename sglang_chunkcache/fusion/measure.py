@@ -60,9 +60,6 @@ class QuestionProbe:
     layers: range | None = None
     in_all_layers: bool = False
 
-    def __post_init__(self) -> None:
-        _check_spans(self.chunks, 0, self.end)
-
 
 @dataclass(frozen=True)
 class DeviationProbe:
@@ -79,9 +76,6 @@ class DeviationProbe:
     chunks: tuple[tuple[int, int], ...]
     depth: int = 2
     candidates: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        _check_spans(self.chunks, self.start, self.end)
 
     @property
     def start(self) -> int:
@@ -108,9 +102,6 @@ class ScoreProbe:
     prefix: tuple[tuple[int, int], ...]
     received: bool = False
 
-    def __post_init__(self) -> None:
-        _check_spans(self.prefix, 0, self.start)
-
     @property
     def start(self) -> int:
         """The chunk's first position."""
@@ -130,7 +121,7 @@ def question_evidence(
         the chunk's tokens (Cache-Craft eq. 15's summand, alg. 1). None where not asked for
         (`in_all_layers`).
     Raises:
-        ValueError: spans out of order or outside [0, end); sequences as in `run_pass`.
+        ValueError: sequences as in `run_pass`.
     """
     if not requests:
         return []
@@ -163,7 +154,7 @@ def deviation_evidence(runner: Any, requests: Sequence[DeviationProbe]) -> list[
     heads and dimensions; 0 at positions that were not compared. A depth beyond the model's layers
     is its last.
     Raises:
-        ValueError: spans out of order or outside the region; sequences as in `run_pass`.
+        ValueError: sequences as in `run_pass`.
     """
     if not requests:
         return []
@@ -187,7 +178,7 @@ def score_chunks(runner: Any, chunks: Sequence[ScoreProbe]) -> list[Tensor]:
     is in no chunk, on each chunk of the prefix, on earlier tokens of its own chunk, what it
     receives from later ones (0 where not asked for), means over layers and heads.
     Raises:
-        ValueError: spans out of order or not before the chunk; sequences as in `run_pass`.
+        ValueError: sequences as in `run_pass`.
     """
     if not chunks:
         return []
@@ -378,14 +369,3 @@ def _on_host(sums: Sequence[Tensor]) -> list[Tensor]:
     flat = torch.cat([part.flatten() for part in sums]).cpu()
     parts = torch.split(flat, [part.numel() for part in sums])
     return [part.reshape(shaped.shape) for part, shaped in zip(parts, sums, strict=True)]
-
-
-def _check_spans(spans: Sequence[tuple[int, int]], start: int, end: int) -> None:
-    at = start
-    for span in spans:
-        if not at <= span[0] < span[1] <= end:
-            raise ValueError(
-                f"span [{span[0]}, {span[1]}): expected one in [{at}, {end}), after the"
-                " previous one"
-            )
-        at = span[1]

@@ -65,21 +65,6 @@ class OutwardRows:
         return torch.cat(parts) if at >= end > start else None
 
 
-class _Block(NamedTuple):
-    """Chunk tokens that attend at once. `n` of them, `m` keys: those at or before the last one."""
-
-    at: Tensor
-    """[n] int64: places in the piece."""
-    positions: Tensor
-    """[n] int64, ascending."""
-    before: Tensor
-    """[n] int64: where each token's chunk starts."""
-    counted: Tensor
-    """[m] float32: 1 for keys of chunks; for all keys, if the tokens are the first chunk's."""
-    first_before: int
-    """Of `before`: keys up to there are before the chunks of all these tokens."""
-
-
 class _Job(NamedTuple):
     """Adjacent tokens of one request, all of which are computed now."""
 
@@ -90,7 +75,14 @@ class _Job(NamedTuple):
     """Of the queries."""
     cached: Tensor
     """[m] int64: slots of the first m positions, whose keys are in the pool by then."""
-    blocks: Sequence[_Block]
+    here: range
+    """From the first to the last chunk token, counted from `start`."""
+    before: Tensor
+    """[n] int64: where each token's chunk starts; 0: it is in none."""
+    first_chunk: int
+    """Where the first chunk of the prompt starts."""
+    counted: Tensor
+    """[m] float32: 1 for keys of chunks."""
     masses: Tensor
     """[n] float32, on the device; added to."""
 
@@ -220,10 +212,24 @@ class OutwardWatch:
         length: int,
         cached: Tensor,
     ) -> _Job:
-        device = self._pass.runner.device
-        blocks = _blocks([(span.start, span.end) for span in spans], start, start + length, device)
-        masses = torch.zeros(length, device=device)
-        return _Job(rows, start, slice(first, first + length), cached, blocks, masses)
+        device, end = self._pass.runner.device, start + length
+        borders = torch.tensor([(span.start, span.end) for span in spans])
+        starts, ends = borders[:, 0].contiguous(), borders[:, 1]
+        places = torch.arange(end)
+        number = torch.searchsorted(starts, places, right=True) - 1
+        in_chunk = (number >= 0) & (places < ends[number])
+        before = torch.where(in_chunk, starts[number], 0)[start:]
+        return _Job(
+            rows,
+            start,
+            slice(first, first + length),
+            cached,
+            range(max(0, spans[0].start - start), min(length, spans[-1].end - start)),
+            upload(before, device),
+            spans[0].start,
+            upload(in_chunk.float(), device),
+            torch.zeros(length, device=device),
+        )
 
     def _measure(self, jobs: Iterable[_Job], layer: Any, q: Tensor, k: Tensor | None) -> None:
         heads = [head for at, head in self._heads if at == layer.layer_id]
@@ -254,40 +260,6 @@ def _merged(spans: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return areas
 
 
-def _blocks(
-    spans: Sequence[tuple[int, int]], start: int, end: int, device: torch.device | str
-) -> list[_Block]:
-    """Of the chunk tokens from `start` to `end`.
-    What is by chunk is put together on the host: the device has work by tokens."""
-    here = [
-        (max(first, start), min(last, end), first)
-        for first, last in spans
-        if first < end and start < last
-    ]
-    if not here:
-        return []
-    counted = torch.zeros(end)
-    for first, last in _merged(spans):
-        counted[first:last] = 1
-    lengths = torch.tensor([last - first for first, last, _ in here])
-    places = (counted[start:end] > 0).nonzero()[:, 0]
-    starts = torch.tensor([first for _, _, first in here]).repeat_interleave(lengths)
-    # The first chunk's tokens count all keys before them, so they are in blocks of their own.
-    num_first = int(lengths[0]) if here[0][2] == spans[0][0] else 0
-    at, before, seen = upload(places, device), upload(starts, device), upload(counted, device)
-    blocks = []
-    for rows in (*_pieces(0, num_first), *_pieces(num_first, len(places))):
-        num_keys = start + int(places[rows.stop - 1]) + 1
-        keys = torch.ones_like(seen[:num_keys]) if rows.start < num_first else seen[:num_keys]
-        first_before = int(starts[rows.start])
-        blocks.append(_Block(at[rows], at[rows] + start, before[rows], keys, first_before))
-    return blocks
-
-
-def _pieces(start: int, end: int) -> list[slice]:
-    return [slice(at, min(at + BLOCK, end)) for at in range(start, end, BLOCK)]
-
-
 def _masses(job: _Job, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     """[n]: attention of the piece's chunk tokens to the chunks before theirs, to the text before
     the first chunk; else 0.
@@ -297,13 +269,17 @@ def _masses(job: _Job, queries: Tensor, keys: Tensor, scale: float) -> Tensor:
     """
     found = torch.zeros_like(job.masses)
     places = torch.arange(len(keys), device=keys.device)
-    for block in job.blocks:
-        num_keys, common = len(block.counted), block.first_before
-        seen = places[:num_keys]
-        query, key = queries[block.at, None], keys[:num_keys, None]
-        attention = SequenceAttention(query, key, block.positions, seen, scale)
+    for first in range(job.here.start, job.here.stop, BLOCK):
+        last = min(first + BLOCK, job.here.stop)
+        seen = places[: job.start + last]
+        query, key = queries[first:last, None], keys[: len(seen), None]
+        attention = SequenceAttention(query, key, seen[job.start + first :], seen, scale)
         for start, end, weights in attention.weights():
-            # Keys before `common` precede the chunks of all these tokens: there is nothing to hide.
-            weights[0, :, common:].masked_fill_(seen[common:] >= block.before[start:end, None], 0)
-            found[block.at[start:end]] = weights[0] @ block.counted
+            rows = slice(first + start, first + end)
+            before = job.before[rows]
+            weights[0].masked_fill_(seen >= before[:, None], 0)
+            # What is before the first chunk is in none.
+            found[rows] = torch.where(
+                before == job.first_chunk, weights[0].sum(1), weights[0] @ job.counted[: len(seen)]
+            )
     return found

@@ -28,7 +28,6 @@ from sglang_chunkcache.config import MAX_COPIES
 from sglang_chunkcache.fusion.calibration_trial import Calibrator
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.keeping import StoreKeeper
-from sglang_chunkcache.fusion.metrics import StoreMetrics
 from sglang_chunkcache.fusion.outcome import (
     NO_PLAN,
     in_ms,
@@ -40,6 +39,7 @@ from sglang_chunkcache.fusion.outcome import (
 from sglang_chunkcache.fusion.planning import Planner
 from sglang_chunkcache.fusion.promises import Promises
 from sglang_chunkcache.fusion.tier import StorageTier
+from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.wire.report import Explanation, Fallback, Report
@@ -74,7 +74,7 @@ class Fuser:
         fingerprint: Callable[[], int | None],
         calibrator: Calibrator | None = None,
         tier: StorageTier | None = None,
-        metrics: StoreMetrics | None = None,
+        metrics: RankMetrics | None = None,
         in_host_memory: Callable[[TreeNode], bool] | None = None,
         gate: dict[str, Any] | None = None,
     ) -> None:

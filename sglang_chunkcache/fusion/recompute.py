@@ -75,8 +75,8 @@ def run_pass(
     Args:
         runner: SGLang's ModelRunner; its KV pool is written at `out_slots`, nothing else of it
             changes.
-        sequences: For `sparse`, tokens on the CPU and slots on the runner's device cost no
-            synchronisation.
+        sequences: at least one. For `sparse`, tokens on the CPU and slots on the runner's device
+            cost no synchronisation.
         sparse: attends where there is no observer and every sequence writes; elsewhere, and if
             None, the mask does.
         watch: called in each layer, once its K/V is in the pool.
@@ -84,19 +84,15 @@ def run_pass(
         [total, hidden_size] hidden states after the final norm, one sequence after the other; None
         where the observer ended the pass.
     Raises:
-        ValueError: no sequences; a layer that is not plain causal attention.
+        ValueError: a layer that is not plain causal attention.
         PlanError: `sparse` could not plan the pass.
     Equals `run_extend` run by run, thus ordinary prefill where all tokens are run, within the model
     dtype's rounding.
     """
     # Kernels find all keys in the pool, a token's own included, and show no observer their weights:
     # what writes nothing, or is observed, is left to the mask.
-    if (
-        sparse is not None
-        and observer is None
-        and sequences
-        and all(s.out_slots is not None for s in sequences)
-    ):
+    only_writes = observer is None and all(s.out_slots is not None for s in sequences)
+    if sparse is not None and only_writes:
         return _run_sparse(runner, sequences, sparse, watch)
     layout = plan(sequences, runner.device)
     batch = _pass_batch(runner, layout.token_ids, layout.positions, sequences=sequences)
@@ -120,12 +116,8 @@ def run_extend(
         end: None: behind the last token.
     Returns:
         [end - start, hidden_size].
-    Raises:
-        ValueError: no positions, or beyond `token_ids`.
     """
     end = len(token_ids) if end is None else end
-    if not 0 <= start < end <= len(token_ids):
-        raise ValueError(f"run [{start}, {end}): expected a stretch of [0, {len(token_ids)})")
     batch = _forward_batch(
         runner,
         token_ids=upload(torch.tensor(list(token_ids[start:end])), runner.device),

@@ -54,12 +54,6 @@ def test_model_takes_what_the_wrapper_takes(method: str) -> None:
         assert same_default or str(parameter.default) == f"torch.{theirs[name].default}"
 
 
-def test_merge_takes_what_the_model_takes() -> None:
-    """v and s are written, in this order."""
-    theirs, ours = real.merge_state_in_place, model.merge_state_in_place
-    assert list(parameters(theirs)) == list(parameters(ours))
-
-
 def test_jit_args_are_what_the_generator_takes() -> None:
     """By position, after the backend; FlashInfer reads names at 7 and 9 itself."""
     from flashinfer.jit.attention.modules import gen_customize_batch_prefill_module

@@ -251,34 +251,7 @@ class MaskOwningWrapper(BatchPrefillWithPagedKVCacheWrapper):
         self.owns_mask = variant_owns_mask
 
 
-def merge_state_in_place(
-    v: Tensor, s: Tensor, v_other: Tensor, s_other: Tensor, mask: Tensor | None = None
-) -> None:
-    """(v, s) becomes the attention over the keys of both; s to base 2."""
-    if (
-        mask is not None
-        or v.shape != v_other.shape
-        or s.shape != v.shape[:2]
-        or s_other.shape != s.shape
-    ):
-        raise ValueError("not modelled, or shapes differ")
-    if (
-        v.dtype != v_other.dtype
-        or {s.dtype, s_other.dtype} != {torch.float32}
-        or not v.is_contiguous()
-    ):
-        raise ValueError("v: same dtype and contiguous, s: float32")
-    top = torch.maximum(s, s_other).clamp(min=torch.finfo(torch.float32).min)
-    weight, weight_other = (s - top).exp2()[..., None], (s_other - top).exp2()[..., None]
-    merged = (v.float() * weight + v_other.float() * weight_other) / (weight + weight_other)
-    v.copy_(merged.nan_to_num())  # of two states without any key
-    s.copy_(top + (weight + weight_other)[..., 0].log2())
-
-
-SINCE_07 = SimpleNamespace(
-    BatchPrefillWithPagedKVCacheWrapper=MaskOwningWrapper,
-    merge_state_in_place=merge_state_in_place,
-)
+SINCE_07 = SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=MaskOwningWrapper)
 
 
 def _checked(name: str, tensor: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -1,7 +1,7 @@
 """The attention bench's arms: ours, and what one would use without it, all planned and run like
 `SparseAttention`.
 
-    fa2, fa3, fa3_two_part     ours, on the GPU
+    fa2, fa3                   ours, on the GPU
     reference                  ours on the CPU: plain torch, slow on purpose
     dense_fa2, dense_fa3       FlashInfer's causal prefill of all tokens, of which the recomputed
                                ones are then taken

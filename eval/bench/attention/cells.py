@@ -104,7 +104,7 @@ def layouts_of(requests: Sequence[SparseRequest], shape: HeadShape) -> dict[str,
         for _ in range(LAYOUT_REPEATS):
             # the layout runs on this thread: other work of the machine does not count
             start = time.thread_time()
-            layout = plan_sparse(requests, tile_rows=rows, two_part=kernel == "fa3_two_part")
+            layout = plan_sparse(requests, tile_rows=rows)
             times.append(time.thread_time() - start)
         executed = executed_pairs(layout, rows) / pairs_of(requests)
         size = 4 * num_indices(layout) / 2**20

@@ -22,12 +22,12 @@ from torch import Tensor
 
 from radix_ext import FusionRequest, Need
 from radix_ext.fusion_request import proposed_share
-from sglang_chunkcache.fusion.selectors import deviation
-from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk
+from sglang_chunkcache.fusion.selectors.deviation import LargestDeviation
 from sglang_chunkcache.fusion.selectors.top_k import highest, jointly_highest, num_critical
 
 
-class Critical(Selector):
+class Critical(LargestDeviation):
     """ceil(ratio * all moved tokens) of the proposed ones with the highest `Evidence.deviation`."""
 
     name = "critical"
@@ -46,12 +46,6 @@ class Critical(Selector):
             for marks, chosen in zip(proposed, asked, strict=True):
                 marks[chosen] = True
         return tuple(marks.nonzero()[:, 0] for marks in proposed)
-
-    def select(
-        self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
-    ) -> Selection:
-        """As `deviation`."""
-        return deviation.SELECTOR.select(chunks, request, evidence)
 
 
 def _outward(chunks: Sequence[MovedChunk], share: float) -> tuple[Tensor, ...]:

@@ -4,10 +4,8 @@ by default the second (CacheBlend; FusionRAG eq. 7, 8)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from radix_ext import FusionRequest, Need
-from sglang_chunkcache.fusion.selectors import first
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
 from sglang_chunkcache.fusion.selectors.top_k import jointly_chosen
 from sglang_chunkcache.wire.report import Fallback
@@ -24,11 +22,7 @@ class LargestDeviation(Selector):
         self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
     ) -> Selection:
         """Without evidence: as `first`, fallback "no_deviation"."""
-        if evidence.deviation is None:
-            return replace(
-                first.SELECTOR.select(chunks, request, evidence), fallbacks=(Fallback.NO_DEVIATION,)
-            )
-        return Selection(jointly_chosen(evidence.deviation, chunks, request), (None,) * len(chunks))
+        return jointly_chosen(evidence.deviation, chunks, request, Fallback.NO_DEVIATION)
 
 
 SELECTOR = LargestDeviation()

@@ -21,7 +21,7 @@ WINDOW = 3
 """Layers that must agree: the paper's w, for which it gives no figure."""
 
 
-def focused_chunks(by_layer: Tensor, *, window: int = WINDOW) -> tuple[frozenset[int], int | None]:
+def focused_chunks(by_layer: Tensor, *, window: int = WINDOW) -> frozenset[int]:
     """Cumulate each chunk's mass over the layers, split high from low in each layer, stop when the
     split is stable.
 
@@ -33,31 +33,23 @@ def focused_chunks(by_layer: Tensor, *, window: int = WINDOW) -> tuple[frozenset
       - no gap at all (equal sums), or a NaN: all chunks are in the high set of that layer;
       - fewer than 3 chunks have no i*: all are focused, from layer `window` on;
       - equal growths: the lowest i; equal sums: the earlier chunk; 0 log 0 = 0;
-      - never `window` equal sets in a row: all are focused, None.
+      - never `window` equal sets in a row: all are focused.
 
     Args:
         by_layer: [num_layers, num_chunks] float, attention mass from the question;
             `Evidence.question_by_layer`.
         window: w, consecutive layers that must agree, at least 1.
     Returns:
-        (indices of the focused chunks, L* counted from 1 or None).
-    Raises:
-        ValueError: `by_layer` has not two dimensions, or `window` is below 1.
+        Indices of the focused chunks.
     """
-    if by_layer.dim() != 2:
-        raise ValueError(
-            f"by_layer must be [num_layers, num_chunks] but is {tuple(by_layer.shape)}"
-        )
-    if window < 1:
-        raise ValueError(f"window must be at least 1 but got {window}")
     previous, agreeing = None, 0
-    for layer, sums in enumerate(by_layer.cpu().double().cumsum(0), start=1):
+    for sums in by_layer.cpu().double().cumsum(0):
         high = _high_chunks(sums)
         agreeing = agreeing + 1 if high == previous else 1
         if agreeing == window:
-            return high, layer
+            return high
         previous = high
-    return frozenset(range(by_layer.shape[1])), None
+    return frozenset(range(by_layer.shape[1]))
 
 
 def spare_unfocused(selection: Selection, focused: Collection[int]) -> Selection:

@@ -4,10 +4,8 @@ over all chunks together (FusionRAG 3.2)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from radix_ext import FusionRequest, Need
-from sglang_chunkcache.fusion.selectors import first
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
 from sglang_chunkcache.fusion.selectors.top_k import jointly_chosen
 from sglang_chunkcache.wire.report import Fallback
@@ -24,11 +22,7 @@ class QueryGuided(Selector):
         self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
     ) -> Selection:
         """Without evidence: as `first`, fallback "no_question"."""
-        if evidence.question is None:
-            return replace(
-                first.SELECTOR.select(chunks, request, evidence), fallbacks=(Fallback.NO_QUESTION,)
-            )
-        return Selection(jointly_chosen(evidence.question, chunks, request), (None,) * len(chunks))
+        return jointly_chosen(evidence.question, chunks, request, Fallback.NO_QUESTION)
 
 
 SELECTOR = QueryGuided()

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from radix_ext import FusionRequest
 from radix_ext.fusion_request import MIN_AUTO
-from sglang_chunkcache.fusion.selectors.base import MovedChunk
+from sglang_chunkcache.fusion.selectors.base import MovedChunk, Selection
+from sglang_chunkcache.wire.report import Fallback
 
 ROUNDING = 1e-9
 """0.07 * 100 is 7.000000000000001 in floating point and still means 7 tokens."""
@@ -75,7 +76,11 @@ def jointly_highest(
 
 
 def jointly_chosen(
-    scores: Tensor, chunks: Sequence[MovedChunk], request: FusionRequest
-) -> tuple[Tensor, ...]:
-    """`jointly_highest` as the request has it."""
-    return jointly_highest(scores, chunks, request.ratio, above=request.above)
+    scores: Tensor | None, chunks: Sequence[MovedChunk], request: FusionRequest, missing: Fallback
+) -> Selection:
+    """`jointly_highest` as the request has it. Without scores as the selector `first`, and why."""
+    if scores is None:
+        offsets = tuple(leading(request.ratio, chunk.num_tokens) for chunk in chunks)
+        return Selection(offsets, (None,) * len(chunks), (missing,))
+    offsets = jointly_highest(scores, chunks, request.ratio, above=request.above)
+    return Selection(offsets, (None,) * len(chunks))

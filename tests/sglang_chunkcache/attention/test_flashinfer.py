@@ -102,12 +102,7 @@ def test_warm_up_leaves_nothing_to_compile(kernel: str) -> None:
             ran.add(f"{self.backend} with {len(args)} arguments, {sorted(kwargs)}")
             return super().run(*args, **kwargs)
 
-    def merge(*args: Tensor) -> None:
-        ran.add("merge")
-        flashinfer.merge_state_in_place(*args)
-
-    names = {"BatchPrefillWithPagedKVCacheWrapper": Wrapper, "merge_state_in_place": merge}
-    attention = make(kernel, modules=SimpleNamespace(**names))
+    attention = make(kernel, modules=SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper))
     attention.warm_up()
     warmed = set(ran)
     ran.clear()
@@ -119,7 +114,7 @@ def test_warm_up_leaves_nothing_to_compile(kernel: str) -> None:
 def test_tiles_are_as_high_as_the_kernels_blocks() -> None:
     """A tile beyond a block reads its keys twice, one below leaves rows of the block empty."""
     fa2, fa3 = [(128, 1, 128), (128, 7, 18), (64, 8, 16)], [(128, 8, 128), (64, 1, 192)]
-    for kernel, sizes in (("fa2", fa2), ("fa3", fa3), ("fa3_two_part", fa3)):
+    for kernel, sizes in (("fa2", fa2), ("fa3", fa3)):
         for head_dim, group_size, rows in sizes:
             shape = HeadShape(2 * group_size, 2, head_dim, torch.bfloat16)
             assert tile_rows(shape, kernel) == rows

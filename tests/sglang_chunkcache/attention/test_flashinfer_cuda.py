@@ -20,7 +20,6 @@ import torch
 from sglang_chunkcache.attention.base import HeadShape
 from sglang_chunkcache.attention.flashinfer_cuda import (
     SOURCES,
-    Backend,
     jit_args,
     unsupported,
     unsupported_shape,
@@ -156,7 +155,7 @@ def test_a_row_sees_the_first_keys_up_to_its_limit(tmp_path: Path) -> None:
     ],
 )
 def test_the_kernel_with_our_variant_compiles(
-    backend: Backend, dtype: str, head_dim: int, source: str, tmp_path: Path
+    backend: str, dtype: str, head_dim: int, source: str, tmp_path: Path
 ) -> None:
     """Of the module's kernels the one that a limited launch uses, for Hopper."""
     (tmp_path / "curand_kernel.h").write_text(CURAND)
@@ -175,7 +174,7 @@ def test_the_kernel_with_our_variant_compiles(
 
 
 @pytest.mark.parametrize("backend", ["fa2", "fa3"])
-def test_modules_of_different_shapes_have_different_names(backend: Backend) -> None:
+def test_modules_of_different_shapes_have_different_names(backend: str) -> None:
     """FlashInfer keeps modules by name: the wrong dtype's would be loaded silently."""
     dtypes = torch.bfloat16, torch.float16
     shapes = [HeadShape(8, 2, dim, dtype) for dim in (64, 128) for dtype in dtypes]

@@ -1,7 +1,7 @@
 """The real FlashInfer: its kernels with our variants equal the reference, and
 tests/reference/flashinfer.py equals it.
 
-Compiles up to five modules for each dtype and head size, minutes each, the first time;
+Compiles up to four modules for each dtype and head size, minutes each, the first time;
 `-k "bfloat16-128 or not float16"` takes one set.
 """
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
 from sglang_chunkcache.attention.choice import choose
 from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse
-from sglang_chunkcache.attention.flashinfer_cuda import Backend, jit_args, unsupported
+from sglang_chunkcache.attention.flashinfer_cuda import jit_args, unsupported
 from tests.reference import flashinfer as model
 from tests.sglang_chunkcache.attention.strategies import Case
 from tests.sglang_chunkcache.attention.tolerances import assert_near
@@ -124,7 +124,7 @@ def test_plan_and_run_do_not_wait_for_the_device(kernel: str) -> None:
         ("fa3", False, False),
     ],
 )
-def test_model_equals_flashinfer(backend: Backend, variant: bool, causal: bool) -> None:
+def test_model_equals_flashinfer(backend: str, variant: bool, causal: bool) -> None:
     """Output and log-sum-exp, entry by entry; one entry sees no key at all."""
     flashinfer = pytest.importorskip("flashinfer")
     skip_without_hopper(backend)
@@ -162,24 +162,8 @@ def test_model_equals_flashinfer(backend: Backend, variant: bool, causal: bool) 
     assert bool((lse[200:] < -1000).all())
 
 
-def test_merge_equals_its_model() -> None:
-    """To base 2, written into the first state."""
-    flashinfer = pytest.importorskip("flashinfer")
-    generator = torch.Generator().manual_seed(0)
-    outs = torch.randn(2, 50, 8, 128, generator=generator).to(SHAPE.dtype)
-    lses = torch.randn(2, 50, 8, generator=generator) * 4
-    lses[1, 7] = -5e4
-    states = [(outs.to(device), lses.to(device)) for device in (CUDA, CPU)]
-    for module, (out, lse) in zip((flashinfer, model), states, strict=True):
-        module.merge_state_in_place(out[0], lse[0], out[1], lse[1])
-    assert_near(states[0][0][0].cpu(), states[1][0][0], SHAPE.dtype)
-    assert_near(states[0][1][0].cpu(), states[1][1][0], SHAPE.dtype)
-
-
 def test_choice_finds_every_kernel_right() -> None:
     """On Hopper none is left out."""
     choice = choose(SHAPE, device=CUDA, scale=SCALE)
     assert choice.kernel in choice.ms
-    assert set(choice.failed) == (
-        set() if torch.cuda.get_device_capability()[0] == 9 else {"fa3", "fa3_two_part"}
-    )
+    assert set(choice.failed) == (set() if torch.cuda.get_device_capability()[0] == 9 else {"fa3"})

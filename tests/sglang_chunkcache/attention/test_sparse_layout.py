@@ -27,12 +27,9 @@ from tests.examples import examples
 from tests.sglang_chunkcache.attention.strategies import Case, cases
 from tests.sglang_chunkcache.attention.tolerances import assert_near
 
-KINDS = ("causal", "full", "limited")
-
 PLANS = st.fixed_dictionaries(
     {
         "tile_rows": st.sampled_from([1, 2, 3, 4, 8, 32]),
-        "two_part": st.booleans(),
         "max_indices": st.sampled_from([0, 20, 100, 1 << 24]),
     }
 )
@@ -57,11 +54,6 @@ def all_slots(requests: Sequence[SparseRequest]) -> tuple[Tensor, Tensor]:
     )
 
 
-def merged_rows(layout: SparseLayout) -> slice | None:
-    """Whose result of "full" is to be merged into that of "limited"."""
-    return next((launch.rows for launch in layout.launches if launch.kind == "full"), None)
-
-
 def entries(launch: Launch, requests: Sequence[SparseRequest]) -> Iterator[Entry]:
     """What a kernel makes of a launch's fields, and nothing else."""
     indices = slot_indices(launch, *all_slots(requests)).tolist()
@@ -72,23 +64,16 @@ def entries(launch: Launch, requests: Sequence[SparseRequest]) -> Iterator[Entry
         if launch.limits is not None:
             seen = launch.limits[qo[e] : qo[e + 1]].tolist()
         else:
-            seen = [
-                len(slots) - (rows.stop - 1 - row if launch.kind == "causal" else 0) for row in rows
-            ]
+            seen = [len(slots) - (rows.stop - 1 - row) for row in rows]
         yield Entry(rows, len(slots), seen, slots, request)
 
 
 def execute(layout: SparseLayout, case: Case) -> Tensor:
-    """[n, num_qo_heads, head_dim] float64, in the requests' order:
-    each launch alone, then merged where the layout says so."""
+    """[n, num_qo_heads, head_dim] float64, in the requests' order."""
     order = torch.arange(layout.num_rows) if layout.order is None else layout.order
     queries = case.queries[order].double()
-    results = {
-        kind: (torch.full_like(queries, torch.nan), torch.empty(queries.shape[:2]))
-        for kind in KINDS
-    }
+    out = torch.full_like(queries, torch.nan)
     for launch in layout.launches:
-        out, lse = results[launch.kind]
         for entry in entries(launch, case.requests):
             keys, values = (
                 cache[entry.slots].double().repeat_interleave(case.shape.group_size, 1)
@@ -99,18 +84,8 @@ def execute(layout: SparseLayout, case: Case) -> Tensor:
             hidden = torch.arange(entry.num_keys) >= torch.tensor(entry.seen)[:, None]
             logits.masked_fill_(hidden[:, None], -torch.inf)
             out[rows] = torch.einsum("nhm,mhd->nhd", logits.softmax(-1), values)
-            lse[rows] = logits.logsumexp(-1)
-    got = results["limited"][0]
-    for launch in layout.launches:
-        if launch.kind == "causal":
-            got[launch.rows] = results["causal"][0][launch.rows]
-    merged = merged_rows(layout)
-    if merged is not None:
-        (full, full_lse), (_, limited_lse) = results["full"], results["limited"]
-        share = torch.sigmoid(full_lse - limited_lse)[merged, :, None]
-        got[merged] = share * full[merged] + (1 - share) * got[merged]
-    back = torch.empty_like(got)
-    back[order] = got
+    back = torch.empty_like(out)
+    back[order] = out
     return back
 
 
@@ -150,7 +125,7 @@ def sizes(launch: Launch) -> list[int]:
 @settings(max_examples=examples(200))
 @given(cases(head_dims=(8,), group_sizes=(1, 3)), PLANS)
 def test_layout_carried_out_equals_the_reference(case: Case, plan: dict[str, Any]) -> None:
-    """Whatever is tiled, cut in two and reordered: each query sees exactly its keys, none twice."""
+    """Whatever is tiled and reordered: each query sees exactly its keys, none twice."""
     layout = plan_sparse(case.requests, **plan)
     assert_near(execute(layout, case), case.attend()[0], torch.float32)
 
@@ -168,41 +143,23 @@ def test_layout_is_well_formed(case: Case, plan: dict[str, Any]) -> None:
     assert layout.num_rows == len(visible)
     assert sorted(order.tolist()) == list(range(len(visible)))
     assert (layout.order is None) == (order.tolist() == list(range(len(visible))))
-    once = [
-        row
-        for launch in layout.launches
-        if launch.kind != "full"
-        for row in range(len(visible))[launch.rows]
-    ]
+    once = [row for launch in layout.launches for row in range(len(visible))[launch.rows]]
     assert once == list(range(len(visible)))
-    merged = merged_rows(layout)
-    assert [launch.kind for launch in layout.launches].count("full") <= 1
-    assert merged is None or (plan["two_part"] and merged.stop == len(visible))
     for launch in layout.launches:
         assert launch.qo_indptr[0] == launch.kv_indptr[0] == 0
         assert launch.qo_indptr.dtype == launch.kv_indptr.dtype == torch.int32
-        assert launch.request.dtype == launch.first_key.dtype == torch.int64
+        assert launch.request.dtype == torch.int64
         assert (launch.limits is not None) == (launch.kind == "limited")
         assert launch.limits is None or launch.limits.dtype == torch.int32
         covered = []
-        for entry, first_key in zip(
-            entries(launch, case.requests), launch.first_key.tolist(), strict=True
-        ):
+        for entry in entries(launch, case.requests):
             rows = order[entry.rows.start : entry.rows.stop]
             covered += list(entry.rows)
             assert len(rows) >= 1
             assert owner[rows].tolist() == [entry.request] * len(rows)
             assert min(entry.seen) >= 1
-            assert (
-                launch.kind == "full"
-                or [first_key + seen for seen in entry.seen] == visible[rows].tolist()
-            )
-            assert launch.kind == "full" or entry.seen[-1] == entry.num_keys
-            assert launch.kind == "limited" or first_key == 0
-            # the most that leaves each row a key
-            cut = int(visible[rows[0]]) - 1
-            assert first_key == (cut if launch.kind == "limited" and plan["two_part"] else 0)
-            assert launch.kind != "full" or entry.num_keys == cut >= 1
+            assert entry.seen == visible[rows].tolist()
+            assert entry.seen[-1] == entry.num_keys
         assert covered == list(range(len(visible)))[launch.rows]
 
 
@@ -232,18 +189,17 @@ def test_executed_pairs_equal_a_slow_count(
     st.integers(1, 3),
     st.integers(1, 2000),
     st.sampled_from([16, 32, 128]),
-    st.booleans(),
     st.integers(0, 99),
 )
 def test_work_is_bounded(
-    kind: str, num_requests: int, num_queries: int, tile_rows: int, two_part: bool, seed: int
+    kind: str, num_requests: int, num_queries: int, tile_rows: int, seed: int
 ) -> None:
     """At most 1.05 of what is needed, and per request two tiles over all its keys (the last one of
     a tiling is not paid for by needed pairs, and grown tiles pad by less than one) and 5 x
     tile_rows^2 pairs (runs of fewer than 9.5 tile_rows keys, of which a request has ten at most).
     """
     requests = make_large(kind, num_requests, num_queries, 8000, seed=seed)
-    layout = plan_sparse(requests, tile_rows=tile_rows, two_part=two_part)
+    layout = plan_sparse(requests, tile_rows=tile_rows)
     last = sum(int(request.visible()[-1]) for request in requests)
     spare = 2 * tile_rows * last + 5 * tile_rows**2 * len(requests)
     executed, needed = executed_pairs(layout, tile_rows), pairs_of(requests)
@@ -251,10 +207,9 @@ def test_work_is_bounded(
 
 
 @pytest.mark.parametrize("kind", ["scattered", "clustered"])
-@pytest.mark.parametrize("two_part", [False, True])
-def test_work_at_15_percent_of_32k_is_within_5_percent(kind: str, two_part: bool) -> None:
+def test_work_at_15_percent_of_32k_is_within_5_percent(kind: str) -> None:
     requests = make_large(kind, 2, 4915, 32768)
-    layout = plan_sparse(requests, two_part=two_part)
+    layout = plan_sparse(requests)
     assert executed_pairs(layout, 128) <= 1.05 * pairs_of(requests)
 
 
@@ -314,16 +269,13 @@ def test_tiles_grow_until_slot_indices_fit(max_indices: int, size: int, run: int
     assert sizes(layout.launches[-1])[-1] == size
 
 
-@given(cases(head_dims=(1,), group_sizes=(1,)), st.booleans(), st.integers(0, 400))
-def test_slot_indices_stay_within_their_maximum(
-    case: Case, two_part: bool, max_indices: int
-) -> None:
+@given(cases(head_dims=(1,), group_sizes=(1,)), st.integers(0, 400))
+def test_slot_indices_stay_within_their_maximum(case: Case, max_indices: int) -> None:
     """Unless one tile a request is still too much, or the runs take more than half."""
-    options: dict[str, Any] = {"tile_rows": 2, "two_part": two_part}
-    layout = plan_sparse(case.requests, **options, max_indices=max_indices)
+    layout = plan_sparse(case.requests, tile_rows=2, max_indices=max_indices)
     found, launches = num_indices(layout), layout.launches
     runs = sum(int(each.kv_indptr[-1]) for each in launches if each.kind == "causal")
-    least = num_indices(plan_sparse(case.requests, **options, max_indices=0))
+    least = num_indices(plan_sparse(case.requests, tile_rows=2, max_indices=0))
     assert found <= max(max_indices, runs + max_indices // 2, least)
     assert found <= max(max_indices, least) or runs > max_indices // 2
 
@@ -339,8 +291,8 @@ def test_slot_indices_equal_a_slow_loop(
     slots, starts = all_slots(case.requests)
     for launch in plan_sparse(case.requests, **plan).launches:
         expected, counts = [], launch.kv_indptr.diff()
-        for request, first, count in zip(launch.request, launch.first_key, counts, strict=True):
-            expected += case.requests[request].kv_slots[first : first + count].tolist()
+        for request, count in zip(launch.request, counts, strict=True):
+            expected += case.requests[request].kv_slots[:count].tolist()
         got = slot_indices(launch, slots.to(dtype), starts)
         assert got.dtype == torch.int32
         assert got.tolist() == expected
@@ -352,9 +304,9 @@ def test_planning_and_indices_look_at_no_device_tensor() -> None:
         SparseRequest(torch.tensor([1, 2, 3, 30, 50]), torch.arange(60, device="meta"))
         for _ in range(3)
     ]
-    layout = plan_sparse(requests, tile_rows=2, two_part=True)
+    layout = plan_sparse(requests, tile_rows=2)
     slots = torch.cat([request.kv_slots for request in requests])
-    assert [launch.kind for launch in layout.launches] == ["causal", "full", "limited"]
+    assert [launch.kind for launch in layout.launches] == ["causal", "limited"]
     for launch in layout.launches:
         indices = slot_indices(launch, slots, torch.tensor([0, 60, 120]))
         assert indices.is_meta

@@ -2,14 +2,13 @@
 expected| <= t + t * |expected|.
 
 Keys, queries and values are exact in their dtype; a kernel accumulates in float32 and rounds the
-weights, the output and, in two parts, both parts' outputs. Each rounding costs up to half a unit in
-the last place (2^-8 for bfloat16, 2^-11 for float16). Largest t seen with torch's SDPA over 1,000
-random passes of normal inputs (up to 4,096 keys, head sizes 8-128, groups of 1-8, scales
-0.09-0.35), and over 600 in two parts merged in float32:
+weights and the output. Each rounding costs up to half a unit in the last place (2^-8 for bfloat16,
+2^-11 for float16). Largest t seen with torch's SDPA over 1,000 random passes of normal inputs (up
+to 4,096 keys, head sizes 8-128, groups of 1-8, scales 0.09-0.35):
 
-    float32     5.9e-6 (float32 logits of up to 20, summed in another order), 3.0e-6 in two parts
-    float16     4.3e-4, 6.2e-4
-    bfloat16    3.7e-3, 4.9e-3
+    float32     5.9e-6 (float32 logits of up to 20, summed in another order)
+    float16     4.3e-4
+    bfloat16    3.7e-3
 
 The table keeps a factor of 1.6 above the worst. A query at key 100 that sees one key too many is
 off by some 1e-2.

@@ -52,7 +52,7 @@ def test_what_passes() -> None:
     for change, passed in (*PASSES, *nans):
         figures = dataclasses.replace(FIGURES, **change)  # type: ignore[arg-type]
         assert figures.passed is figures.as_dict()["passed"] is passed, change
-    assert "1.50 by way of the store, 2.50 across the context (limit 5.00)" in str(FIGURES)
+    assert "stored_ulps 1.5 (limit 5), far_ulps 2.5 (limit 5)" in str(FIGURES)
     assert FIGURES.conclusive
     for name in TOLD:
         assert not dataclasses.replace(FIGURES, **{name: 0.05}).conclusive  # type: ignore[arg-type]
@@ -224,7 +224,7 @@ def offered(half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 HARM: dict[str, Mutant] = {
     "": lambda patch: None,
-    "layer-0 keys off by": lambda patch: shift_limits(patch, -1),
+    "failed the gate: moved_ulps": lambda patch: shift_limits(patch, -1),
     "no kernel image": lambda patch: patch.setattr(FlashInferSparse, "plan", fail),
     "no kernel image ": lambda patch: patch.setattr(FlashInferSparse, "run", fail),
 }
