@@ -114,7 +114,10 @@ def prepare(flags: list[str], *, stock: bool, fail: Callable[[str], NoReturn]) -
 
         # ours by name, so that a scheduler without it does not start
         is_ours = _choose_tree(server_args, fail)
-        more = ["--radix-cache-backend", BACKEND] if is_ours else flags_for(server_args)
+        try:
+            more = ["--radix-cache-backend", BACKEND] if is_ours else flags_for(server_args)
+        except ValueError as error:
+            fail(f"--kv-events-config: {' '.join(str(error).split())}")
         server_args = prepare_server_args([*flags, *more])
     if (server_args.device or "cuda") == "cpu":
         _bind_cpu_ranks(server_args.dp_size * server_args.tp_size * server_args.pp_size)

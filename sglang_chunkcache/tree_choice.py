@@ -27,21 +27,27 @@ def stock_only(args: Any, model: Any, config: ChunkCacheConfig) -> list[str]:
     """What only SGLang's own trees serve. `model`: SGLang's ModelConfig."""
     from sglang.srt.mem_cache.kv_cache_builder import uses_ssm_state
 
+    from sglang_chunkcache.plugin import BACKEND
+
+    # with decode context parallelism a page of the tree is one of each of its ranks
+    page_size = (args.page_size or 1) * (getattr(args, "dcp_size", 1) or 1)
     checks = {
         # moved KV has slots of its own, one by one
-        f"--page-size {args.page_size}": (args.page_size or 1) > 1 and config.reuse == "fused",
+        f"--page-size {page_size}": page_size > 1 and config.reuse == "fused",
         "sliding-window attention": model.is_hybrid_swa,
         "hybrid attention": uses_ssm_state(model),
         "--disable-radix-cache": args.disable_radix_cache,
-        "--radix-cache-backend": args.radix_cache_backend is not None,
+        "--radix-cache-backend": args.radix_cache_backend not in (None, BACKEND),
         "--speculative-algorithm": bool(args.speculative_algorithm),
         # a page of ours may have tokens of several chunks, which an event could not tell
-        "--kv-events-config in pages": bool(args.kv_events_config) and (args.page_size or 1) > 1,
+        "--kv-events-config in pages": bool(args.kv_events_config) and page_size > 1,
         "--enable-hierarchical-cache": args.enable_hierarchical_cache,
         "--enable-lmcache": args.enable_lmcache,
         "--enable-flexkv": args.enable_flexkv,
         "--enable-unified-cache-external-linker": args.enable_unified_cache_external_linker,
         "--enable-session-radix-cache": args.enable_session_radix_cache,
+        "--enable-streaming-session": args.enable_streaming_session,
+        "--radix-eviction-policy tlru": args.radix_eviction_policy == "tlru",
         "--disaggregation-mode": args.disaggregation_mode not in (None, "null"),
     }
     return [name for name, holds in checks.items() if holds]
@@ -67,4 +73,7 @@ def decided(config: ChunkCacheConfig, found: list[str]) -> ChunkCacheConfig:
         is_asked = config.tree == "stock"
         why = "and the flag says stock" if is_asked else f"which does not serve {named}"
         raise ValueError(f"{', '.join(needing)} needs {flag_name('tree')} chunk, {why}")
+    if "--disaggregation-mode" in found:
+        # prefill and decode servers make the prompt each for itself, and must make the same
+        config = dataclasses.replace(config, order="retriever")
     return dataclasses.replace(config, tree="stock")

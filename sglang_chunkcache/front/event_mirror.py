@@ -61,14 +61,15 @@ class EventMirror(StockMirror):
     def take(self, seq: int, payload: bytes) -> None:
         """The next batch, of this number; once the rank has been heard."""
         assert self._blocks is not None
-        if seq != self.next_seq:
-            self.drop("gap" if seq > self.next_seq else "repeated")
-        self.next_seq = max(self.next_seq, seq + 1)
         try:
             batch = decode_batch(payload)
             if batch.attn_dp_rank not in (None, self.rank):
                 self.drop("foreign")
                 return
+            if seq != self.next_seq:
+                self.drop("gap" if seq > self.next_seq else "repeated")
+            # Believed as much as the rest: what is lost may begin anew with any number.
+            self.next_seq = seq + 1
             if not self.is_told and not self.is_lost:
                 self._begin()  # the first: a cache begins empty
             for event in batch.events:

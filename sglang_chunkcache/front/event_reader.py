@@ -60,9 +60,9 @@ async def replayed(endpoint: str, start: int, end: int) -> list[tuple[int, bytes
     try:
         await socket.send_multipart((b"", start.to_bytes(8, "big")))
         async with asyncio.timeout(REPLAY_S):
-            # 0.5.23 has the topic in front
-            while (number := (frames := await socket.recv_multipart())[-2]) != b"\xff" * 8:
-                seq = int.from_bytes(number, "big")
+            # the topic may be in front
+            while len(frames := await socket.recv_multipart()) > 1 and frames[-2] != b"\xff" * 8:
+                seq = int.from_bytes(frames[-2], "big")
                 if start <= seq < end:
                     found.append((seq, frames[-1]))
     except TimeoutError:

@@ -25,9 +25,9 @@ def stock_state(scheduler: Any, dp_rank: int, asked: Asked, *, num_waiting: int)
         events=NO_EVENTS,
         counts={
             "tree": type(cache).__name__,
-            "page_size": scheduler.page_size,
+            "page_size": cache.page_size,
             # a match ends with a page, in a tree of pairs of tokens one earlier
-            "border": scheduler.page_size - 1 + scheduler.spec_algorithm.is_eagle(),
+            "border": cache.page_size - 1 + scheduler.spec_algorithm.is_eagle(),
             # 0: it keeps nothing
             "pool": 0 if scheduler.disable_radix_cache else scheduler.max_total_num_tokens,
         },

@@ -40,6 +40,8 @@ PLAIN: dict[str, Any] = {
     "disaggregation_mode": "null",
     "skip_tokenizer_init": False,
     "kv_events_config": None,
+    "enable_streaming_session": False,
+    "radix_eviction_policy": "lru",
 }
 TREE = "--chunkcache-tree"
 
@@ -68,6 +70,10 @@ def plain_model() -> Any:
         ),
         ({"enable_session_radix_cache": True}, ["--enable-session-radix-cache"]),
         ({"disaggregation_mode": "prefill"}, ["--disaggregation-mode"]),
+        ({"enable_streaming_session": True}, ["--enable-streaming-session"]),
+        ({"radix_eviction_policy": "tlru"}, ["--radix-eviction-policy tlru"]),
+        ({"radix_cache_backend": BACKEND}, []),
+        ({"kv_events_config": "{}", "dcp_size": 2}, ["--kv-events-config in pages"]),
     ],
     ids=repr,
 )
@@ -131,6 +137,13 @@ def test_tree_is_ours_where_it_can_be(tree: str, found: list[str], chosen: str) 
     asked = ChunkCacheConfig(tree=tree, secret="s", host_mib=0)
     made = decided(asked, found)
     assert (made.tree, made.secret, made.is_stock) == (chosen, "s", chosen == "stock")
+
+
+def test_servers_that_share_a_prompt_order_alike() -> None:
+    """Each of a disaggregated pair makes the prompt for itself, by a tree of its own."""
+    asked = ChunkCacheConfig(order="tree")
+    assert decided(asked, ["--disaggregation-mode"]).order == "retriever"
+    assert decided(asked, ["--enable-lmcache"]).order == "tree"
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,18 @@ BAD = {
 }
 
 
+def test_number_of_a_foreign_batch_says_nothing() -> None:
+    bench = HearingBench()
+    serve(bench, A)
+    bench.mirror.take(1000, encoded([AllBlocksCleared()], rank=3))
+    assert counted(bench) == {"foreign": 1}
+    bench.rank.flush()
+    bench.mirror.take(bench.mirror.next_seq, bench.rank.batches[-1])
+    serve(bench, A, is_told=False)
+    bench.mirror.take(bench.mirror.next_seq, bench.rank.batches[-1])
+    assert (held(bench, A), counted(bench)) == (1, {"foreign": 1})
+
+
 @pytest.mark.parametrize(
     ("reason", "payload"),
     [(reason, payload) for reason, payloads in BAD.items() for payload in payloads],
@@ -252,7 +264,7 @@ def test_batches_come_in_their_order(step: int, reason: str) -> None:
     seq = bench.mirror.next_seq - 1 + step
     bench.mirror.take(seq, encoded([BlockRemoved([1])]))
     assert (held(bench, A), counted(bench)) == (0, {reason: 1})
-    assert bench.mirror.next_seq == max(2, seq + 1)
+    assert bench.mirror.next_seq == seq + 1
 
 
 def test_rank_that_falls_silent_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from sglang_chunkcache.fusion import capture
 from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.fill import Captured
 from sglang_chunkcache.scheduler.node import facts
-from sglang_chunkcache.storage.codec import CODECS
 from sglang_chunkcache.wire.state import CalibrationPrompt
 from tests.kit.fused import Rank, sources, wheres
 from tests.kit.requests import HEAD, OTHER_HEAD, QUESTION, A, B, C, D, ahead, asks, fused, rag
@@ -250,9 +249,8 @@ def test_a_chunk_that_its_codec_refuses_stays_out_alone(monkeypatch: pytest.Monk
     capture_all = rank.fusion_pass.capture
 
     def spoilt(captures: Any) -> Any:
-        _, *others = capture_all(captures)
-        nan = torch.full((1, len(A), 1, 1), torch.nan)
-        return [Captured((nan, nan), None, codec=CODECS["int8"]), *others]
+        refused, *others = capture_all(captures)
+        return [Captured(refused.slots, None, are_kept=[torch.tensor(False)]), *others]
 
     monkeypatch.setattr(rank.fusion_pass, "capture", spoilt)
     rank.serve(rag(A, B, keep=[0, 1]), answer=[50])
