@@ -8,6 +8,7 @@ copies beside it (layer_loads.py). So a copy needs no lock.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -177,6 +178,7 @@ def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
     device_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     group = compat.parallel(runner, "tp_group")
     pool, problem = None, refusal(device_pool, ctx.server_args)
+    started = time.perf_counter()
     try:
         if problem is None:
             size = 0
@@ -200,7 +202,12 @@ def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
         logger.warning("chunk cache: no KV pool in host memory: %s", problem)
         return None
     mib = pool.num_slots * pool.token_bytes / (1 << 20)
-    logger.info("chunk cache: KV pool in host memory: %.0f MiB, %d tokens", mib, pool.num_slots)
+    logger.info(
+        "chunk cache: KV pool in host memory: %.0f MiB, %d tokens, made in %.1f s",
+        mib,
+        pool.num_slots,
+        time.perf_counter() - started,
+    )
     return pool
 
 

@@ -384,6 +384,7 @@ def test_requests_at_once_move_what_they_move_one_by_one(
         with ThreadPoolExecutor(num_threads) as threads:
             num_computed.append(computed(threads.map(asked, orders)))
     assert num_computed[1] <= 1.1 * num_computed[0]
+
     def is_shown() -> bool:
         cached(fused_server, passages[:1], salt)  # figures are shown after a forward
         shown, waits = metrics_of(fused_server), dict(rank_of(fused_server)["waiting"])
