@@ -36,6 +36,8 @@ from sglang_chunkcache.storage.codec import NONE
 
 logger = logging.getLogger(__name__)
 
+POST_CAPTURE = "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
+
 
 class HostPool:
     """Slots of `token_bytes` each. On CUDA memory is pinned and SGLang's kernels copy, else torch.
@@ -235,6 +237,8 @@ def refusal(device_pool: Any, args: Any) -> str | None:
         return "--enable-dp-attention, --enable-pdmux and --pp-size are not supported"
     if type(device_pool) is not MHATokenToKVPool:
         return f"KV in a {type(device_pool).__name__} is not supported"
+    if device_pool.post_capture_active:
+        return f"{POST_CAPTURE} is not supported: the device pool's size is not known yet"
     if device_pool.head_dim != device_pool.v_head_dim or device_pool.layer_shard_enabled:
         return (
             "keys and values of different sizes, or layers that are shared out, are not supported"
