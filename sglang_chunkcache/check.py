@@ -29,6 +29,7 @@ from typing import Any
 from sglang_chunkcache import config
 from sglang_chunkcache.chunk_files import read_examples
 from sglang_chunkcache.client import Client, ServerError
+from sglang_chunkcache.compilers import add_own_tools
 from sglang_chunkcache.own_selectors import check_selectors
 from sglang_chunkcache.removed import add_removed_flags
 from sglang_chunkcache.wire.message import decode
@@ -170,6 +171,7 @@ def _load_and_measure(flags: Sequence[str]) -> Mapping[str, Any]:
     # With `gate="refuse"` a failed gate would end the child before it has told its figures.
     settings = dataclasses.replace(config.from_flags(args), reuse="fused", gate="report")
     os.environ.update(settings.to_env())
+    add_own_tools()
     try:
         check_selectors(settings)
         flags = server_flags(found_models(rest))
