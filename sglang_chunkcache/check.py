@@ -19,6 +19,7 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -134,7 +135,7 @@ def _measure(flags: Sequence[str]) -> dict[str, Any]:
         out, log = Path(folder, "figures.json"), Path(folder, "log")
         try:
             with log.open("wb") as stream:
-                subprocess.run(
+                child = subprocess.Popen(
                     [sys.executable, "-m", "sglang_chunkcache.check", *flags],
                     env={**os.environ, _CHILD: str(out)},
                     stdout=stream,
@@ -142,9 +143,13 @@ def _measure(flags: Sequence[str]) -> dict[str, Any]:
                     # SGLang may kill a failing scheduler's process group
                     # (SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION), which would be this process's.
                     start_new_session=True,
-                    timeout=START_TIMEOUT_S,
-                    check=False,
                 )
+            try:
+                child.wait(START_TIMEOUT_S)
+            except BaseException:  # its schedulers would stay, with the GPU's memory
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+                raise
         except subprocess.TimeoutExpired:
             raise ServerError(f"the model did not load within {START_TIMEOUT_S} s") from None
         # Only the file counts: where a scheduler fails, SGLang kills the child.
