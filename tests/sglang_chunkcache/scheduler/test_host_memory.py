@@ -56,9 +56,15 @@ def test_what_is_pinned_by_default_is_bounded_in_seconds_of_the_start(
     caplog.set_level("INFO")
 
     def found(device: int) -> int:
-        where = {"available": 1500 * GIB, "num_ranks": num_ranks, "is_pinned": True}
         return sum(
-            default_bytes(use, device_bytes=device, **where) for use in (EXACT_CHAINS, STORE)
+            default_bytes(
+                use,
+                device_bytes=device,
+                available=1500 * GIB,
+                num_ranks=num_ranks,
+                is_pinned=True,
+            )
+            for use in (EXACT_CHAINS, STORE)
         )
 
     assert found(GIB // 100) == int(0.02 * GIB) + GIB
