@@ -5,13 +5,13 @@
 #              sequences and FlashInfer's mask; ratios 0.02 to 1, 8k to 32k tokens, batches of 1 to 8, interleaved
 #   relocate   eval bench relocate: the fused copy of chunks against the device's copy rate
 #   launch/gpu_attention.sh OUT [--cpu-smoke] [options of python -m eval bench attention [-- options of pytest]]
-# OUT gets tests.txt, attention.txt and relocate.txt (the last lines of these two are JSON), a .log for each (a .part is the
+# OUT gets tests*.txt, attention.txt and relocate.txt (the last lines of these two are JSON), a .log for each (a .part is the
 # text of a step that failed), and the runs' folders attention/ and relocate/, which the same command goes on with.
-# A step that fails is told, and the others go on. A bench is skipped once its run is complete: another OUT measures again.
+# A step that fails is told, and the others go on. One that has its result is skipped: another OUT measures again.
 # Machine: one NVIDIA GPU of 80 GB, Hopper for FA3, nothing else on it; nvcc, since FlashInfer compiles.
-# Minutes (H200, 16 cores): tests 20 (estimated), most of it compiling, 6 with -- -k "bfloat16-128 or not float16" (one dtype and head size);
-#   bench 30 to 45 (estimated); relocate 9. Where a command may run ten minutes only: STEPS=tests with -- -k "bfloat16-128 or not float16",
-#   then STEPS=bench with --limit-s 500 until attention/record.json says complete, then STEPS=relocate.
+# Minutes (H200, 16 cores): tests 6 for bfloat16 with 128 dimensions, then three times 5 for other types and sizes (estimated),
+#   most of it compiling, or one run with options of pytest; bench 30 to 45 (estimated); relocate 9. After LIMIT_S the script
+#   exits with 75, and the same command goes on.
 #   --cpu-smoke: the same steps with tiny sizes on any CPU, 2; the tests are then all skipped.
 # Expected: at 15% and 32k at least 5x over FA3 dense and 70% of its rate per needed FLOP; copying at 80% of the device's
 #   rate. eval/results/2026-11-26T0408-attention-h200 and -T0407-relocate-h200 have 5.27 times, 78% and 77%.
@@ -20,6 +20,7 @@
 #   PYTHON    interpreter with torch, FlashInfer, pytest, hypothesis and this package's dependencies (default: .venv by setup.sh)
 #   GPU_ENV   a file to source first, which installs or finds FlashInfer; PYTHON is then python3 if not given
 #   STEPS     "tests bench relocate" (default) or some of them
+#   LIMIT_S   seconds that one command runs (default 530; 0: no limit)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -43,15 +44,18 @@ trap 'echo "gpu_attention: interrupted; the same command goes on" >&2; exit 130'
 run() {
     local to=$out/$1 rc=0 said=$out/$1.log
     echo "gpu_attention: $1" >&2
-    "$python" -m "${@:2}" 2>"$to.log" | tee "$to.part" || rc=$?
+    limited "$python" -m "${@:2}" 2>"$to.log" | tee "$to.part" || rc=$?
     if ((rc == 0)); then
         mv "$to.part" "$to.txt"
         return
+    elif ((rc == 75)); then
+        echo "gpu_attention: the time is over; the same command goes on" >&2
+        exit 75
     fi
     failed=$rc
     if [[ ! -s $to.part ]]; then
         rm "$to.part"
-    elif [[ $1 == tests ]]; then
+    elif [[ $1 == tests* ]]; then
         said=$to.part # pytest reports there
     fi
     echo "gpu_attention: $1 failed ($rc), see $said: $(tail -n 1 "$said")" >&2
@@ -59,16 +63,26 @@ run() {
 
 # bench NAME OPTIONS: a run's folder OUT/NAME, once.
 bench() {
-    if grep -qs '^ "complete": true' "$out/$1/record.json"; then
-        echo "gpu_attention: $1 skipped: the run in $out/$1 is complete" >&2
-    else
-        run "$1" eval bench "$1" --device $device --out "$out/$1" "${@:2}"
-    fi
+    is_done "$out/$1/record.json" || run "$1" eval bench "$1" --device $device --out "$out/$1" "${@:2}"
+}
+
+# pytest_gpu NAME OPTIONS: once.
+pytest_gpu() {
+    is_done "$out/$1.txt" || run "$1" pytest -m gpu -rs "${tests[@]}" "${@:2}"
 }
 
 for step in ${STEPS:-tests bench relocate}; do
     case $step in
-        tests) run tests pytest -m gpu -rs "${tests[@]}" "${flags[@]}" ;;
+        tests)
+            if [[ -n $smoke ]] || ((${#flags[@]})); then
+                pytest_gpu tests "${flags[@]}"
+            else # FlashInfer compiles for each type and head size
+                pytest_gpu tests_bf16_128 -k "bfloat16-128 or not float16"
+                pytest_gpu tests_bf16_64 -k "bfloat16-64"
+                pytest_gpu tests_fp16_64 -k "float16-64 and not bfloat16-64"
+                pytest_gpu tests_fp16 -k "float16 and not bfloat16-128 and not float16-64"
+            fi
+            ;;
         bench) bench attention "${attention[@]}" "${options[@]}" ;;
         relocate) bench relocate "${relocate[@]}" ;;
         *)

@@ -1,7 +1,13 @@
 # Purpose: what the gpu_*.sh scripts share; they source it, with their own arguments.
 #   OUT [--cpu-smoke] [options [-- flags of all servers]]
-# Sets out (an absolute folder), smoke ("" or 1), options and flags (arrays), python, and work (a folder that goes away);
-# defines write_model. Python then finds the checkout, and SGLang the plugin, whether the package is installed or not.
+# Sets out (an absolute folder), smoke ("" or 1), options and flags (arrays), python, attention (flags of servers), and work (a
+# folder that goes away); defines is_done, limited, free_gib, write_model. Python then finds the checkout, and SGLang the plugin,
+# whether the package is installed or not.
+#
+# Environment:
+#   LIMIT_S   seconds after which a step is interrupted (default 530, since servers take up to 60 to stop; 0: never). The script
+#             then exits with 75, and the same command goes on.
+#   PYTHON, GPU_ENV  as the scripts say
 # shellcheck shell=bash disable=SC2034
 name=$(basename "$0" .sh)
 if (($# < 1)) || [[ $1 == -* ]]; then
@@ -31,6 +37,7 @@ else
     python=${PYTHON:-.venv/bin/python}
 fi
 export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
+PATH=$PATH:$(cd "$(dirname "$(command -v "$python")")" && pwd) # FlashInfer looks for ninja there
 work=$(mktemp -d "${TMPDIR:-/tmp}/$name.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 
@@ -49,6 +56,44 @@ groups = (f"[{group}]\n" + "".join(f"{k} = {v}\n" for k, v in names.items()) for
 PY
     export PYTHONPATH="$work/site:$PYTHONPATH"
 fi
+
+# SGLang takes FA3 by itself on Hopper. Its kernels are a gigabyte, which wheels that were carried to a machine lack.
+attention=()
+if [[ -z $smoke ]] && ! "$python" -c '
+import sys, importlib.util as find, pathlib
+kernels = find.find_spec("sgl_kernel")
+sys.exit(not (kernels and list(pathlib.Path(kernels.origin).parent.glob("flash_ops*"))))'; then
+    echo "$name: sgl_kernel has no FA3 here: FlashInfer attends" >&2
+    attention=(--attention-backend flashinfer)
+fi
+
+# is_done FILE: a step has its result, which is told: a text, or the record of a complete run.
+is_done() {
+    if [[ $1 == */record.json ]]; then grep -qs '^ "complete": true' "$1"; else [[ -e $1 ]]; fi || return
+    echo "$name: skipped, its result is in $1" >&2
+}
+
+# limited COMMAND: 75 where it is interrupted.
+limited() {
+    local limit=${LIMIT_S:-530} rc=0
+    if ((limit == 0)); then
+        "$@"
+    elif ((SECONDS >= limit)); then
+        return 75
+    else
+        timeout --foreground --signal=INT --kill-after=65 $((limit - SECONDS)) "$@" || rc=$?
+        # what an interrupted command exits with is its own choice
+        ((rc == 0 || SECONDS < limit)) || rc=75
+        return $rc
+    fi
+}
+
+# free_gib: of the first GPU's memory; what goes on in OUT has the pools that it began with.
+free_gib() {
+    [[ -s $out/free_gib ]] ||
+        echo $(($(nvidia-smi --query-gpu=memory.free --format=csv,noheader,nounits | head -n 1) / 1024)) >"$out/free_gib"
+    cat "$out/free_gib"
+}
 
 # write_model FOLDER: a model of Llama-3-8B's shape without weights, for --load-format dummy (with --cpu-smoke a tiny one), and a
 # tokenizer with a token for each word of eval/data/random_text.py.

@@ -89,12 +89,16 @@ else
         pip_install "$(pinned torch)" # before its users, or one of them brings another
     fi
     pip_install --no-deps "$sglang" # with its dependencies it would bring CUDA packages
-    # What SGLang asks of the packages that we do install. Torch is ours: one build serves all releases.
+    # What SGLang asks of the packages that we do install. Torch is ours: one build serves all releases. Triton comes with torch's
+    # CUDA build; here it is that of the torch that SGLang asks for, so that kernels are checked with the compiler that a GPU has.
     "$venv/bin/python" - >"$venv/sglang.constraints" <<'PY'
 from importlib.metadata import requires
 from pip._vendor.packaging.requirements import Requirement
 
+TRITON = {"2.13.0": "3.7.1", "2.14.1": "3.8.0"}
 for asked in map(Requirement, requires("sglang")):
+    if asked.name == "torch" and not any(each.startswith("triton") for each in requires("torch")):
+        print(*(f"triton=={triton}" for torch, triton in TRITON.items() if torch in asked.specifier))
     if (asked.marker is None or asked.marker.evaluate({"extra": ""})) and not asked.name.startswith("torch"):
         print(f"{asked.name}{asked.specifier}")
 PY

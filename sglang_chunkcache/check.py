@@ -19,6 +19,7 @@ import argparse
 import dataclasses
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -29,6 +30,7 @@ from typing import Any
 from sglang_chunkcache import config
 from sglang_chunkcache.chunk_files import read_examples
 from sglang_chunkcache.client import Client, ServerError
+from sglang_chunkcache.compilers import add_own_tools
 from sglang_chunkcache.own_selectors import check_selectors
 from sglang_chunkcache.wire.message import decode
 from sglang_chunkcache.wire.state import STATE_KEY, RankState
@@ -130,7 +132,7 @@ def _measure(flags: Sequence[str]) -> dict[str, Any]:
         out, log = Path(folder, "figures.json"), Path(folder, "log")
         try:
             with log.open("wb") as stream:
-                subprocess.run(
+                child = subprocess.Popen(
                     [sys.executable, "-m", "sglang_chunkcache.check", *flags],
                     env={**os.environ, _CHILD: str(out)},
                     stdout=stream,
@@ -138,9 +140,13 @@ def _measure(flags: Sequence[str]) -> dict[str, Any]:
                     # SGLang may kill a failing scheduler's process group
                     # (SGLANG_KILLPG_ON_SCHEDULER_EXCEPTION), which would be this process's.
                     start_new_session=True,
-                    timeout=START_TIMEOUT_S,
-                    check=False,
                 )
+            try:
+                child.wait(START_TIMEOUT_S)
+            except BaseException:  # its schedulers would stay, with the GPU's memory
+                os.killpg(child.pid, signal.SIGKILL)
+                child.wait()
+                raise
         except subprocess.TimeoutExpired:
             raise ServerError(f"the model did not load within {START_TIMEOUT_S} s") from None
         # Only the file counts: where a scheduler fails, SGLang kills the child.
@@ -167,6 +173,7 @@ def _load_and_measure(flags: Sequence[str]) -> Mapping[str, Any]:
     # With `gate="refuse"` a failed gate would end the child before it has told its figures.
     settings = dataclasses.replace(config.from_flags(args), reuse="fused", gate="report")
     os.environ.update(settings.to_env())
+    add_own_tools()
     try:
         check_selectors(settings)
         flags = server_flags(found_models(rest))

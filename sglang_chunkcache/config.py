@@ -213,14 +213,16 @@ class MovedConfig:
 class HostConfig:
     host_mib: int | None = knob(None, low=0)
     """Host memory of each rank for exact chains that leave the device, in MiB; 0: none; not given:
-    from the machine. Default: twice the device's pool, as HiCache's, and at most a quarter of the
-    memory that is available. The start prints it. SGLang keeps 10 GiB free besides. Without a GPU a
-    larger KV pool does the same without copies."""
+    from the machine. Default: twice the device's pool, as HiCache's, at most a quarter of the
+    memory that is available, and for all ranks of a host together 40 GB, since pinning takes about
+    a second a GB. The start prints it. SGLang keeps 10 GiB free besides. Without a GPU a larger KV
+    pool does the same without copies."""
     store_mib: int | None = knob(None, low=1, high=100_000_000)
     """Host memory of each rank for the KV of chunks that are moved, in MiB, in one pool with exact
     chains; not given: from the machine. Default: the device's pool, without a GPU 1 GiB; at least 1
-    GiB and at most an eighth of the memory that is available. The start prints it. A Llama-3-8B
-    chunk of 500 tokens takes 62 MiB in bfloat16."""
+    GiB, at most an eighth of the memory that is available, and for all ranks of a host together 20
+    GB where it is pinned. The start prints it. A Llama-3-8B chunk of 500 tokens takes 62 MiB in
+    bfloat16."""
     store_codec: str = knob("none", choices=STORE_CODECS)
     """How the store keeps KV: none (bit by bit), int8 or int4 (numbers of so many bits). Its
     entries in a storage, too. Smaller entries are more chunks in `store_mib`."""

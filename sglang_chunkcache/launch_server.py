@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 
 from retrieval.model_path import find_model
 from sglang_chunkcache import __version__, config, quiet, tree_choice
+from sglang_chunkcache.compilers import add_own_tools, missing_compilers
 from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 from sglang_chunkcache.own_selectors import check_selectors
 from sglang_chunkcache.plugin import BACKEND
@@ -71,6 +72,7 @@ def main(argv: list[str]) -> None:
     try:
         settings = config.from_flags(args)
         rest = server_flags(found_models(rest))
+        add_own_tools()
         if not args.stock:
             _check_attention(settings)
             _check_storage(settings)
@@ -187,17 +189,26 @@ def _choose_tree(server_args: Any, fail: Callable[[str], NoReturn]) -> bool:
 
 
 def _check_attention(settings: config.ChunkCacheConfig) -> None:
-    """Checks that need no model. `attention.choice.create` does the others."""
+    """Checks that need no model. `attention.choice.create` does the others, and takes the mask
+    where no kernel compiles: what a cache of compiled ones has needs no nvcc, so that is only
+    said."""
     import torch
 
-    if settings.recompute_attention != "sparse":
-        return
-    if settings.reuse != "fused":
-        raise ValueError(
-            "--recompute-attention sparse needs --reuse fused: without it nothing is recomputed"
+    has_cuda = torch.cuda.is_available()
+    if settings.recompute_attention == "sparse":
+        if settings.reuse != "fused":
+            raise ValueError(
+                "--recompute-attention sparse needs --reuse fused: without it nothing is recomputed"
+            )
+        if not has_cuda:
+            raise ValueError("--recompute-attention sparse: there is no CUDA device; use auto")
+    is_compiled = settings.reuse == "fused" and settings.recompute_attention != "masked"
+    if has_cuda and is_compiled and (missing := missing_compilers()):
+        _say(
+            f"chunk cache: not found: {', '.join(missing)}. --reuse fused compiles its attention"
+            " when the server starts; without it the mask attends, which is slower. The README says"
+            " what CUDA needs."
         )
-    if not torch.cuda.is_available():
-        raise ValueError("--recompute-attention sparse: there is no CUDA device; use auto")
 
 
 def _check_storage(settings: config.ChunkCacheConfig) -> None:

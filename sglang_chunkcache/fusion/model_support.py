@@ -18,6 +18,7 @@ from torch import nn
 
 from sglang_chunkcache import compat
 from sglang_chunkcache.fusion.relocate import DTYPES, ROTARY_CLASSES
+from sglang_chunkcache.scheduler.host_pool import POST_CAPTURE
 from sglang_chunkcache.scheduler.layer_loads import LayerLoads
 
 POOL_CLASS = "MHATokenToKVPool"
@@ -61,6 +62,13 @@ def _flags(args: Any) -> Iterator[str]:
         "--enable-unified-memory": args.enable_unified_memory,
         "--enable-streaming-session": args.enable_streaming_session,
         "--is-embedding": args.is_embedding,
+        # A pass that an observer ends leaves a layer without its hook, and the next forward fails.
+        "--cpu-offload-gb": args.cpu_offload_gb,
+        "--offload-group-size": args.offload_group_size > 0,
+        # Both are told of KV by SGLang's forwards alone: moved tokens would have another's experts,
+        # and count as corrupt.
+        "--enable-return-routed-experts": args.enable_return_routed_experts,
+        "--kv-canary": args.kv_canary != "none",
         "--quantization-param-path (scales of quantised KV)": args.quantization_param_path,
     }
     yield from (name for name, refused in checks.items() if refused)
@@ -101,6 +109,8 @@ def _pool(pool: Any) -> Iterator[str]:
         yield f"--kv-cache-dtype {pool.dtype}"
     if pool.is_quantized_kv_cache:
         yield f"quantised KV ({pool.quant_method.name})"
+    if pool.post_capture_active:
+        yield f"{POST_CAPTURE} (our passes need the memory that it gives to the KV pool)"
     if pool.kv_cache_layout != "nhd":
         yield f"KV layout {pool.kv_cache_layout}, not nhd"
     # A pool has one counter: `LayerLoads` would take another's place.

@@ -8,6 +8,7 @@ copies beside it (layer_loads.py). So a copy needs no lock.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -34,6 +35,8 @@ from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.storage.codec import NONE, Codec
 
 logger = logging.getLogger(__name__)
+
+POST_CAPTURE = "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
 
 
 class HostPool:
@@ -199,6 +202,7 @@ def pool_of_all_ranks(
     device_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     group = compat.parallel(runner, "tp_group")
     pool, problem = None, refusal(device_pool, ctx.server_args)
+    started = time.perf_counter()
     try:
         if problem is None:
             # A graph of whole prefills replays attention without asking for layers.
@@ -217,7 +221,12 @@ def pool_of_all_ranks(
         logger.warning("chunk cache: no KV pool in host memory: %s", problem)
         return None
     mib = pool.num_slots * pool.token_bytes / (1 << 20)
-    logger.info("chunk cache: KV pool in host memory: %.0f MiB, %d tokens", mib, pool.num_slots)
+    logger.info(
+        "chunk cache: KV pool in host memory: %.0f MiB, %d tokens, made in %.1f s",
+        mib,
+        pool.num_slots,
+        time.perf_counter() - started,
+    )
     return pool
 
 
@@ -245,6 +254,8 @@ def refusal(device_pool: Any, args: Any) -> str | None:
         return "--enable-dp-attention, --enable-pdmux and --pp-size are not supported"
     if type(device_pool) is not MHATokenToKVPool:
         return f"KV in a {type(device_pool).__name__} is not supported"
+    if device_pool.post_capture_active:
+        return f"{POST_CAPTURE} is not supported: the device pool's size is not known yet"
     if device_pool.head_dim != device_pool.v_head_dim or device_pool.layer_shard_enabled:
         return (
             "keys and values of different sizes, or layers that are shared out, are not supported"

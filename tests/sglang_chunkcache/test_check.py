@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ pytest.importorskip("requests")
 
 from sglang_chunkcache import check
 from sglang_chunkcache.check import main
+from tests.polling import until
 from tests.sglang_chunkcache.fake_server import FakeServer
 
 GOOD, BAD = {"moved_ulps": 1.0, "passed": True}, {"moved_ulps": 9.0, "passed": False}
@@ -128,15 +130,15 @@ def test_selection_is_calibrated_on_ones_own_questions_or_made_up_ones(
 def make_child(monkeypatch: pytest.MonkeyPatch, code: str) -> list[str]:
     """The child runs `code` in place of loading a model; `out` is the file it is to write.
     Returns the flags it will be given."""
-    run, flags = subprocess.run, list[str]()
+    start, flags = subprocess.Popen, list[str]()
 
-    def run_code(command: list[str], **kwargs: Any) -> Any:
+    def start_code(command: list[str], **kwargs: Any) -> Any:
         assert command[1:3] == ["-m", "sglang_chunkcache.check"]
         flags.extend(command[3:])
         out = f"import os; out = os.environ[{check._CHILD!r}]\n"
-        return run([sys.executable, "-c", out + code], **kwargs)
+        return start([sys.executable, "-c", out + code], **kwargs)
 
-    monkeypatch.setattr(subprocess, "run", run_code)
+    monkeypatch.setattr(subprocess, "Popen", start_code)
     return flags
 
 
@@ -171,6 +173,36 @@ def test_a_child_that_fails_is_explained(
     err = capsys.readouterr().err
     assert message in err
     assert "later" not in err
+
+
+def test_nothing_stays_of_a_check_that_is_interrupted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A scheduler that stays has the GPU's memory: the next check would not start."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    code = f"""
+import signal, subprocess, sys, time
+scheduler = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+open({str(tmp_path / "pid")!r}, "w").write(str(scheduler.pid))
+os.kill(os.getppid(), signal.SIGALRM)
+time.sleep(600)
+"""
+    make_child(monkeypatch, code)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            main(["--model-path", "m"])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    status = Path("/proc", (tmp_path / "pid").read_text(), "status")
+
+    def is_gone() -> bool:
+        return not status.exists() or "State:\tZ" in status.read_text()
+
+    until(is_gone)
 
 
 def run_for_real(*flags: str) -> subprocess.CompletedProcess[str]:

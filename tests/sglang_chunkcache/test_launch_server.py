@@ -148,6 +148,36 @@ def test_without_an_index_nothing_of_retrieval_is_loaded() -> None:
 STORAGE = "--chunkcache-storage-backend"
 FUSED = ["--reuse", "fused"]
 STORED = [*BUNDLED, *FUSED, STORAGE]
+
+
+@pytest.mark.usefixtures("run", "gpu")
+def test_missing_compiler_is_told_by_name_before_anything_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture
+) -> None:
+    """Only where fused mode compiles. What is in CUDA_HOME, or beside the interpreter, is found."""
+    for name in ("CUDA_PATH", "FLASHINFER_NVCC", "CXX"):
+        os.environ.pop(name, None)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python"))
+    os.environ.update(PATH=str(tmp_path / "none"), CUDA_HOME=str(tmp_path / "cuda"))
+
+    def told(*flags: str) -> str:
+        launch_server.main([*BUNDLED, *flags])
+        return capsys.readouterr().err
+
+    def put(path: str) -> None:
+        tool = tmp_path / path
+        tool.parent.mkdir(parents=True, exist_ok=True)
+        tool.touch(mode=0o755)
+
+    assert "not found: nvcc, ninja, a C++ compiler." in told("--reuse", "fused")
+    assert not told() + told("--reuse", "fused", "--recompute-attention", "masked")
+    for path in ("cuda/bin/nvcc", "none/c++"):
+        put(path)
+    assert "not found: ninja." in told("--reuse", "fused", "--recompute-attention", "sparse")
+    put("venv/ninja")
+    assert not told("--reuse", "fused")
+
+
 SPARSE = [*BUNDLED, "--recompute-attention", "sparse"]
 
 

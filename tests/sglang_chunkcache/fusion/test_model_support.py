@@ -110,6 +110,9 @@ def test_kv_written_by_the_rotary_kernel(monkeypatch: pytest.MonkeyPatch) -> Non
 
 FLAGS: list[tuple[str, object, str]] = [
     ("lora_paths", ["a"], "--enable-lora"),
+    ("cpu_offload_gb", 1, "--cpu-offload-gb"),
+    ("offload_group_size", 1, "--offload-group-size"),
+    ("kv_canary", "log", "--kv-canary"),
     ("disaggregation_mode", "prefill", "--disaggregation-mode"),
     ("quantization_param_path", "x", "--quantization-param-path (scales of quantised KV)"),
     *(
@@ -119,7 +122,7 @@ FLAGS: list[tuple[str, object, str]] = [
             *("enable_dp_attention", "enable_two_batch_overlap", "enable_pdmux", "is_embedding"),
             *("enable_deterministic_inference", "enable_mixed_chunk", "enable_hierarchical_cache"),
             *("enable_lmcache", "enable_flexkv", "enable_hisparse", "enable_unified_memory"),
-            "enable_streaming_session",
+            *("enable_streaming_session", "enable_return_routed_experts"),
         )
     ),
 ]
@@ -147,6 +150,7 @@ REASONS: list[tuple[str, object, str]] = [
     # layers that share their KV have fewer pools
     (f"{POOL}layer_num", 1, "2 layers in the model, 1 in the KV pool"),
     (f"{POOL}quant_method", SimpleNamespace(name="fp4"), "quantised KV (fp4)"),
+    (f"{POOL}post_capture_active", True, "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"),
     (f"{POOL}kv_cache_layout", "hnd", "KV layout hnd, not nhd"),
     (f"{POOL}kv_cache_layout", "vectorized_5d", "KV layout vectorized_5d, not nhd"),
     (f"{POOL}layer_transfer_counter", "a counter", "KV loaded layer by layer by others"),

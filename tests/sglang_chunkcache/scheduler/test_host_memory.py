@@ -11,6 +11,7 @@ pytest.importorskip("sglang")
 from sglang_chunkcache.scheduler import host_memory
 from sglang_chunkcache.scheduler.host_memory import (
     EXACT_CHAINS,
+    PINNED_BYTES_PER_S,
     STORE,
     default_bytes,
     machine_bytes,
@@ -38,12 +39,42 @@ def test_default_by_machine(
     """In GiB."""
     for use, wanted in ((EXACT_CHAINS, chains), (STORE, store)):
         found = default_bytes(
-            use, device_bytes=int(device * GIB), available=int(available * GIB), num_ranks=num_ranks
+            use,
+            device_bytes=int(device * GIB),
+            available=int(available * GIB),
+            num_ranks=num_ranks,
+            is_pinned=False,
         )
         assert found == pytest.approx(max(1, wanted * GIB), abs=2)
 
 
-@pytest.mark.parametrize(("device", "found"), [("cuda", 5 * GIB), ("cpu", GIB)])
+@pytest.mark.parametrize("num_ranks", [1, 8])
+def test_what_is_pinned_by_default_is_bounded_in_seconds_of_the_start(
+    num_ranks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of all ranks of a host of H100s together. What is little stays as it is."""
+    caplog.set_level("INFO")
+
+    def found(device: int) -> int:
+        return sum(
+            default_bytes(
+                use,
+                device_bytes=device,
+                available=1500 * GIB,
+                num_ranks=num_ranks,
+                is_pinned=True,
+            )
+            for use in (EXACT_CHAINS, STORE)
+        )
+
+    assert found(GIB // 100) == int(0.02 * GIB) + GIB
+    assert not caplog.messages
+    seconds = num_ranks * found(56 * GIB) / PINNED_BYTES_PER_S
+    assert seconds == pytest.approx(60, abs=1e-6)
+    assert [f"each of {num_ranks} rank(s)" in each for each in caplog.messages] == [True, True]
+
+
+@pytest.mark.parametrize(("device", "found"), [("cuda", 3 * GIB), ("cpu", GIB)])
 def test_machine_is_shared_by_its_ranks(
     device: str, found: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -55,7 +86,7 @@ def test_machine_is_shared_by_its_ranks(
         return 7
 
     monkeypatch.setattr(
-        host_memory, "available_host_memory_bytes", lambda: (6 * 4 + 6 * 8 * 5) * GIB
+        host_memory, "available_host_memory_bytes", lambda: (6 * 4 + 6 * 8 * 3) * GIB
     )
     monkeypatch.setattr(host_memory, "ranks_per_host", lambda: 2)
     pool = SimpleNamespace(get_kv_size_bytes=lambda: (9 * GIB, 9 * GIB))

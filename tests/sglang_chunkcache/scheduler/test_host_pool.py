@@ -220,6 +220,16 @@ def test_what_cannot_be_had_is_refused_if_asked_for(device: Any, mib: int) -> No
         assert create_host_pool(context(pool), ChunkCacheConfig()) is None
 
 
+def test_pool_that_is_sized_after_graphs_is_refused_by_name(
+    device: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Until then its size is that of the addresses it may get."""
+    monkeypatch.setattr(device, "post_capture_active", True)
+    with pytest.raises(ValueError, match="SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"):
+        create_host_pool(context(device), ChunkCacheConfig(host_mib=1))
+    assert create_host_pool(context(device), ChunkCacheConfig()) is None
+
+
 def test_captured_variants_in_a_codec_have_a_store_of_their_own() -> None:
     fused = ChunkCacheConfig(reuse="fused")
     assert [
