@@ -94,6 +94,7 @@ def test_question(bench: Bench) -> None:
     last = replace(probe, layers=range(NUM_LAYERS - 1, NUM_LAYERS))
     deeper = bench.count(lambda _: question_evidence(bench.runner, [last]))
     assert deeper.total() - launches.total() == BUILT.question_launches
+    assert launches.by_layer[OUTSIDE]["copy to host"] == BUILT.evidence_waits / 2
     names = deeper.by_layer[READ_LAYER]
     # read and written by each; attention reads once more
     assert names["index"] + names["cat"] + 1 == BUILT.question_reads
@@ -106,6 +107,8 @@ def test_piece_of_deviation(bench: Bench) -> None:
     bench.patch.setattr(measure, "PIECE_TOKENS", NUM_TOKENS // 2)
     two = bench.count(lambda _: deviation_evidence(bench.runner, [probe]))
     assert two.total() - one.total() == BUILT.piece_launches
+    # once a batch, as the question's
+    assert two.by_layer[OUTSIDE]["copy to host"] == BUILT.evidence_waits / 2
     names = one.by_layer[0]
     assert names["index"] + names["cat"] + 1 == BUILT.piece_reads
 
