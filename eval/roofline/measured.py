@@ -57,7 +57,7 @@ Found = tuple[str, float, float]
 
 def _rows(name: str, title: str) -> list[dict[str, Any]]:
     tables = read_record(RESULTS / name)["results"]["tables"]
-    return next(each["rows"] for each in tables if each["title"] == title)  # type: ignore[no-any-return]
+    return next(each["rows"] for each in tables if each["title"] == title)
 
 
 def _reuse() -> list[Found]:

@@ -98,7 +98,7 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._layer = OUTSIDE
 
 
-class _Factories(TorchFunctionMode):  # type: ignore[no-untyped-call]
+class _Factories(TorchFunctionMode):
     """Tensors that are made with a device are on it."""
 
     def __init__(self, launches: Launches) -> None:

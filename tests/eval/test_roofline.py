@@ -18,8 +18,10 @@ from eval.roofline.command import main
 from eval.roofline.measured import compared
 from eval.roofline.model import STEPS, Model, Prompt, masked_pairs, scattered_pairs
 
-COLUMNS = ("full", "built", "copy", "question", "deviation", "choose", "recompute", "on device")
-COLUMNS += ("extend", "from the store", "no evidence", "limit")
+COLUMNS = (
+    *("full", "built", "copy", "question", "deviation", "choose", "recompute", "on device"),
+    *("extend", "from the store", "no evidence", "limit"),
+)
 REVIEW = {
     ("llama-3.1-8b", 2048): (48, 33, 0.2, 11, 2.7, 1.3, 11, 7, 6, 42, 18, 13),
     ("llama-3.1-8b", 8192): (210, 70, 0.8, 11, 11, 4.5, 36, 33, 6.5, 106, 44, 42),

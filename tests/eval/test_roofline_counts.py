@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -121,17 +122,17 @@ def test_copy_within_the_device(bench: Bench) -> None:
     def launches_of(num_chunks: int) -> int:
         size = NUM_TOKENS // 8
         pieces = [
-            SimpleNamespace(start=at, end=at + size, other_head=False, source=source)
+            SimpleNamespace(start=at, end=at + size, other_head=False, source=source_at(at, size))
             for at in range(0, num_chunks * size, size)
-            for source in [DeviceCopy(SimpleNamespace(start=at + 1), node(bench.slots[at:][:size]))]
         ]
-        move = SimpleNamespace(moved=pieces, slots=target)
+        move: Any = SimpleNamespace(moved=pieces, slots=target)
         found = bench.count(lambda launches: on_kernel(bench, lambda: mover.move([move]), launches))
         # Read on the CPU alone: whether all keys turn.
         return found.total() - found.by_layer[OUTSIDE]["any"]
 
-    def node(value: torch.Tensor) -> Any:
-        return SimpleNamespace(value=value)
+    def source_at(start: int, size: int) -> DeviceCopy:
+        facts: Any = SimpleNamespace(start=start + 1)
+        return DeviceCopy(facts, SimpleNamespace(value=bench.slots[start:][:size]))
 
     one, two = launches_of(1), launches_of(2)
     assert two - one == BUILT.copy_chunk_launches
@@ -151,9 +152,10 @@ def test_load_of_a_layer(bench: Bench) -> None:
             copy=lambda *_: launches.add("load_to_device_per_layer"),
         )
         blobs = [(SimpleNamespace(slots=each), positions, each, positions + 1) for each in slots]
-        copy = mover._from_pool(blobs, SimpleNamespace(pool=pool))
+        host: Any = SimpleNamespace(pool=pool)
+        copy = mover._from_pool(blobs, host)
         for layer in range(2):
-            on_kernel(bench, lambda at=layer: copy(range(at, at + 1)), launches)
+            on_kernel(bench, partial(copy, range(layer, layer + 1)), launches)
             found.append(launches.total())
 
     bench.count(load)
