@@ -25,6 +25,10 @@ COMMANDS = {
         "eval.joint.codecs",
         "stored KV in fewer bytes: what it saves, errs, takes and does to answers; no server",
     ),
+    "roofline": (
+        "eval.roofline.command",
+        "time of a moved request by arithmetic, step by step; no server",
+    ),
     "alpha": ("eval.alpha", "Cache-Craft's alpha for your questions, on a running server"),
     "bench": ("eval.bench.command", "a part: tree reuse relocate attention ann bundled-model"),
     "compare": ("eval.compare", "two records, or two arms of one: differences beyond chance"),

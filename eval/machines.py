@@ -1,5 +1,6 @@
-"""What machines and models are made of, for figures by arithmetic: bytes, floating point operations
-and rates. No kernel was timed for them: shares are estimates until one is.
+"""What machines and models are made of, for figures by arithmetic: bytes, floating point
+operations, rates, and what a host takes. No kernel was timed for them: shares are estimates.
+`python -m eval roofline` shows how far they are from an H200's records.
 
     seconds = operations / (peak * share)       bytes / (bandwidth * share)
 """
@@ -20,11 +21,13 @@ class Machine(NamedTuple):
     """Of PCIe, one way: what host memory gives and takes."""
     memory_bytes: int
     source: str
+    has_fa3: bool = False
+    """FlashAttention-3 runs on it: Hopper."""
 
 
 MACHINES = {
-    "h100": Machine(989e12, 3.35e12, 64e9, 80 * 10**9, "NVIDIA H100 SXM5 data sheet"),
-    "h200": Machine(989e12, 4.8e12, 64e9, 141 * 10**9, "NVIDIA H200 SXM data sheet"),
+    "h100": Machine(989e12, 3.35e12, 64e9, 80 * 10**9, "NVIDIA H100 SXM5 data sheet", has_fa3=True),
+    "h200": Machine(989e12, 4.8e12, 64e9, 141 * 10**9, "NVIDIA H200 SXM data sheet", has_fa3=True),
     "a100": Machine(312e12, 2.04e12, 32e9, 80 * 10**9, "NVIDIA A100 80GB SXM4 data sheet"),
     "l40s": Machine(362e12, 0.864e12, 32e9, 48 * 10**9, "NVIDIA L40S data sheet"),
 }
@@ -38,8 +41,18 @@ MEMORY_SHARE = 0.80
 """Of the memory's bandwidth, in reading weights and copying KV."""
 BUS_SHARE = 0.86
 """Of PCIe's, from pinned memory: 55 of 64 GB/s."""
-LAUNCH_S = 250e-6
-"""A layer of a pass of ours, which no CUDA graph replays: an estimate by its operations."""
+MASKED_SHARE = 0.30
+"""In attention with a mask, of which PyTorch leaves nothing out: an estimate."""
+LAUNCH_S = 25e-6
+"""Host time of a launch, with the Python before it, in a pass of ours, which no CUDA graph replays:
+an estimate. A layer of the sparse pass then takes .25 ms."""
+LAYER_LAUNCHES = 10
+"""Of a layer of the sparse pass: two norms, four products, rotary, activation, KV written,
+attention (tests/eval/test_roofline_counts.py counts them)."""
+GRAPH_LAYER_S = 50e-6
+"""Host time of a layer of SGLang's breakable prefill graph, attention outside it: an estimate."""
+WAIT_S = 50e-6
+"""Until the host goes on after it has waited for the device: an estimate."""
 
 
 CODEC_BITS = {"none": 16, "int8": 8, "int4": 4}

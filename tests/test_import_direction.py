@@ -142,7 +142,8 @@ def test_eval_uses_public_names_only() -> None:
         *("config.MAX_", "config.help_texts"),  # limits that are no settings, what settings are
         "chunk_files.",  # questions with answers
         *("fusion.selectors.", "wire.report.Fallback"),  # the interface of selectors
-        *("attention.", "fusion.relocate", "storage.codec."),  # are measured
+        # are measured
+        *("attention.", "fusion.relocate", "fusion.choosing.positions_of", "storage.codec."),
         "cpu.torchvision_shim.define_torchvision_ops",  # before transformers, on a CPU build
     )
     public = tuple(f"sglang_chunkcache.{name}" for name in names)

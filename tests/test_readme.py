@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from eval.roofline.command import summary_rows
 from sglang_chunkcache.config import flag_fields, flag_name, help_texts
 from sglang_chunkcache.front.guard.lethal import REQUEST_RULES, SAMPLING_RULES, SEEN
 from sglang_chunkcache.wire.report import Fallback
@@ -50,9 +51,17 @@ def guard_rows() -> list[str]:
     ]
 
 
+def roofline_rows() -> list[str]:
+    """As `python -m eval roofline --model-shape llama-3.1-8b --machine h100` prints it."""
+    rows = summary_rows("h100", "llama-3.1-8b", (2048, 8192, 32_768), 0.15)
+    lines = [list(rows[0]), ["---"] * len(rows[0]), *([*row.values()] for row in rows)]
+    return [f"| {' | '.join(map(str, line))} |" for line in lines]
+
+
 TABLES = {
     "guard": (ROOT / "sglang_chunkcache" / "front" / "README.md", guard_rows),
     "flags": (ROOT / "sglang_chunkcache" / "front" / "README.md", flag_rows),
+    "roofline": (ROOT / "eval" / "README.md", roofline_rows),
 }
 """Name in the markers -> the page and what is generated into it."""
 

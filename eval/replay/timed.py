@@ -25,6 +25,7 @@ from eval.machines import (
     CODEC_BITS,
     GEMM_SHARE,
     LAUNCH_S,
+    LAYER_LAUNCHES,
     MACHINES,
     MEMORY_SHARE,
     SCATTERED_SHARE,
@@ -88,7 +89,7 @@ def costs_of(machine: Machine, shape: Shape, codec: str = "none") -> Costs:
     dense, scattered = (
         shape.pair_flops / machine.flops / share for share in (ATTENTION_SHARE, SCATTERED_SHARE)
     )
-    own = Line(max(weights_s, LAUNCH_S * shape.num_layers), each, scattered)
+    own = Line(max(weights_s, LAUNCH_S * LAYER_LAUNCHES * shape.num_layers), each, scattered)
     copied = 2 * shape.token_bytes() / machine.memory_bytes_s / MEMORY_SHARE
     bus = machine.bus_bytes_s * BUS_SHARE
     return {

@@ -1,0 +1,1 @@
+"""A model of time: what each step of a moved request costs, by bytes, operations and launches."""

@@ -1,0 +1,179 @@
+"""The launches that the model of time counts are those of the passes' own code, on a tiny model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from eval.machines import LAYER_LAUNCHES
+from eval.roofline.build import BUILT, RECOMPUTE_LAUNCHES
+from radix_ext.sources import DeviceCopy
+from sglang_chunkcache.attention.base import HeadShape, PassSequence
+from sglang_chunkcache.attention.flashinfer import FlashInferSparse
+from sglang_chunkcache.fusion import measure, relocate, relocate_kernel
+from sglang_chunkcache.fusion.measure import (
+    DeviationProbe,
+    QuestionProbe,
+    deviation_evidence,
+    question_evidence,
+)
+from sglang_chunkcache.fusion.moving import Mover
+from sglang_chunkcache.fusion.recompute import run_pass
+from sglang_chunkcache.fusion.relocate import RotaryTable, rotary_of
+from sglang_chunkcache.scheduler.pricing import Pricing
+from tests import models
+from tests.eval.launches import OUTSIDE, Launches, count
+from tests.reference import flashinfer
+
+NUM_TOKENS, NUM_LAYERS = 512, 3
+IDS = torch.arange(NUM_TOKENS) % models.VOCAB
+CHUNKS = ((0, NUM_TOKENS // 2), (NUM_TOKENS // 2, NUM_TOKENS))
+
+
+READ_LAYER = 1
+"""Of the question's pass, which ends with it; layer 0 makes the masks."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """A prompt in the pool of a tiny model."""
+
+    runner: Any
+    slots: torch.Tensor
+    patch: pytest.MonkeyPatch
+
+    def count(self, run: Callable[[Launches], object]) -> Launches:
+        return count(
+            run, runner=self.runner, slots=self.slots, patch=self.patch, flashinfer=flashinfer
+        )
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    runner = models.runner("llama", "bfloat16", head_dim=64)
+    allocator = runner.token_to_kv_pool_allocator
+    slots = allocator.alloc(NUM_TOKENS)
+    models.prefill(runner, IDS.tolist(), slots)
+    yield Bench(runner, slots, monkeypatch)
+    allocator.free(slots)
+
+
+def test_sparse_pass(bench: Bench) -> None:
+    attention = bench.runner.model.model.layers[0].self_attn.attn
+    shape = HeadShape(
+        attention.tp_q_head_num, attention.tp_k_head_num, attention.qk_head_dim, torch.bfloat16
+    )
+    sparse = FlashInferSparse(
+        shape,
+        device=torch.device("cpu"),
+        scale=attention.scaling,
+        kernel="fa3",
+        modules=flashinfer,
+    )
+    scattered = PassSequence.of_row(IDS, bench.slots, torch.arange(1, NUM_TOKENS, 7))
+    launches = bench.count(lambda _: run_pass(bench.runner, [scattered], sparse=sparse))
+    for layer in range(NUM_LAYERS):
+        assert launches.total(layer) == LAYER_LAUNCHES == BUILT.recompute_launches
+    assert launches.total(OUTSIDE) == RECOMPUTE_LAUNCHES
+
+
+def test_question(bench: Bench) -> None:
+    """Layers read, gather and join all KV: 2 copies of K and V, 2 bytes of them each, and SDPA."""
+    behind = torch.arange(NUM_TOKENS, NUM_TOKENS + 16)
+    at = range(READ_LAYER, READ_LAYER + 1)
+    probe = QuestionProbe(
+        IDS[:16], behind, bench.slots, torch.arange(NUM_TOKENS), CHUNKS, NUM_TOKENS, at
+    )
+    launches = bench.count(lambda _: question_evidence(bench.runner, [probe]))
+    last = replace(probe, layers=range(NUM_LAYERS - 1, NUM_LAYERS))
+    deeper = bench.count(lambda _: question_evidence(bench.runner, [last]))
+    assert deeper.total() - launches.total() == BUILT.question_launches
+    assert launches.by_layer[OUTSIDE]["copy to host"] == BUILT.evidence_waits / 2
+    names = deeper.by_layer[READ_LAYER]
+    # read and written by each; attention reads once more
+    assert names["index"] + names["cat"] + 1 == BUILT.question_reads
+    assert deeper.total() - NUM_LAYERS * BUILT.question_launches == BUILT.question_more
+
+
+def test_piece_of_deviation(bench: Bench) -> None:
+    probe = DeviationProbe(IDS, bench.slots, CHUNKS, 2, torch.arange(0, NUM_TOKENS, 3))
+    one = bench.count(lambda _: deviation_evidence(bench.runner, [probe]))
+    bench.patch.setattr(measure, "PIECE_TOKENS", NUM_TOKENS // 2)
+    two = bench.count(lambda _: deviation_evidence(bench.runner, [probe]))
+    assert two.total() - one.total() == BUILT.piece_launches
+    # once a batch, as the question's
+    assert two.by_layer[OUTSIDE]["copy to host"] == BUILT.evidence_waits / 2
+    names = one.by_layer[0]
+    assert names["index"] + names["cat"] + 1 == BUILT.piece_reads
+
+
+def test_copy_within_the_device(bench: Bench) -> None:
+    """Two lists of positions a chunk, one move for all."""
+    mover = make_mover(bench)
+    target = bench.slots.flip(0)
+
+    def launches_of(num_chunks: int) -> int:
+        size = NUM_TOKENS // 8
+        pieces = [
+            SimpleNamespace(start=at, end=at + size, other_head=False, source=source_at(at, size))
+            for at in range(0, num_chunks * size, size)
+        ]
+        move: Any = SimpleNamespace(moved=pieces, slots=target)
+        found = bench.count(lambda launches: on_kernel(bench, lambda: mover.move([move]), launches))
+        # Read on the CPU alone: whether all keys turn.
+        return found.total() - found.by_layer[OUTSIDE]["any"]
+
+    def source_at(start: int, size: int) -> DeviceCopy:
+        facts: Any = SimpleNamespace(start=start + 1)
+        return DeviceCopy(facts, SimpleNamespace(value=bench.slots[start:][:size]))
+
+    one, two = launches_of(1), launches_of(2)
+    assert two - one == BUILT.copy_chunk_launches
+    assert one == BUILT.copy_launches + BUILT.copy_chunk_launches
+
+
+def test_load_of_a_layer(bench: Bench) -> None:
+    """SGLang's kernel for all chunks, and one that turns their keys in place."""
+    mover = make_mover(bench)
+    positions = torch.arange(NUM_TOKENS // 2)
+    slots = [bench.slots[: NUM_TOKENS // 2], bench.slots[NUM_TOKENS // 2 :]]
+    found = []
+
+    def load(launches: Launches) -> None:
+        pool = SimpleNamespace(
+            prepare=lambda slots: slots,
+            copy=lambda *_: launches.add("load_to_device_per_layer"),
+        )
+        blobs = [(SimpleNamespace(slots=each), positions, each, positions + 1) for each in slots]
+        host: Any = SimpleNamespace(pool=pool)
+        copy = mover._from_pool(blobs, host)
+        for layer in range(2):
+            on_kernel(bench, partial(copy, range(layer, layer + 1)), launches)
+            found.append(launches.total())
+
+    bench.count(load)
+    assert found[1] - found[0] == BUILT.load_launches
+
+
+def make_mover(bench: Bench) -> Mover:
+    runner = bench.runner
+    table = RotaryTable.of(rotary_of(runner))
+    return Mover(runner.token_to_kv_pool, table, Pricing(runner), None, Counter())
+
+
+def on_kernel(bench: Bench, run: Callable[[], object], launches: Launches) -> None:
+    """The Triton kernel, which does not run here, is one launch."""
+    with bench.patch.context() as patch:
+        patch.setattr(relocate, "_takes_kernel", lambda *_: True)
+        # On CUDA what they read would be waited for.
+        patch.setattr(relocate, "_check_apart", lambda *_: None)
+        patch.setattr(relocate, "_check_places", lambda *_: None)
+        patch.setattr(relocate_kernel, "relocate", lambda *_, **__: launches.add("relocate"))
+        run()
