@@ -40,7 +40,11 @@ class ModelScheduler(Scheduler):
         *,
         store_bytes: int = 1 << 30,
         prefill_budget: int,
+        attention: Any = None,
+        allocator: Any = None,
+        host_pool: Any = None,
     ) -> None:
+        """`attention`: as of `FusionPass`. `host_pool`: what is stored is there."""
         rows = runner.req_to_token_pool
         self._runner = runner
         table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
@@ -52,17 +56,27 @@ class ModelScheduler(Scheduler):
         )
 
         def create_tiers(host: HostChains) -> Tiers:
+            nodes = None if host_pool is None else host.nodes
+            if nodes is not None:
+                self.store = host.index
             self.fuser = Unwatched(
                 host.tree,
-                FusionPass(runner, table, config),
+                FusionPass(runner, table, config, attention, host=nodes),
                 self.store,
                 Limits(prefill_budget, config.max_gap_tokens),
                 fingerprint=partial(fingerprint, runner.model),
+                in_host_memory=None if nodes is None else host.write_back.takes,
             )
             return Tiers(host, fuser=self.fuser)
 
         super().__init__(
-            capacity, config, prefill_budget=prefill_budget, rows=rows, create_tiers=create_tiers
+            capacity,
+            config,
+            prefill_budget=prefill_budget,
+            rows=rows,
+            allocator=allocator,
+            host_pool=host_pool,
+            create_tiers=create_tiers,
         )
 
     def _compute(self, batch: Sequence[tuple[FakeReq, int, int]]) -> None:
