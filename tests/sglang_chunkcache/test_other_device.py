@@ -265,18 +265,18 @@ def test_operands_on_two_devices_raise(rig: Rig) -> None:
 EVIDENCE = {"none": 0, "first": 0, "context": 0, "query": 1, "deviation": 1, "critical": 2}
 """How often a batch reads back what its selector chooses by."""
 COPIES: dict[str | None, int] = {None: 0, "fa2": 1, "fa3": 1, "fa3_two_part": 2}
-"""Of FlashInfer's own in a batch, from pageable memory: one a launch."""
+"""Of FlashInfer's own in such a batch, from pageable memory: one a launch."""
 
 
-def waits_of(selector: str, kernel: str | None = None, *, copies: int | None = None) -> Any:
+def waits_of(selector: str, kernel: str | None = None) -> dict[str, int]:
     """Of one batch, from match to release."""
-    of = {
+    waits = {
         "fusion/measure.py _on_host": EVIDENCE.get(selector, 0),
         # the plan before, whose copies have left its buffer: long ago, but in a crowd
         "attention/flashinfer.py FlashInferSparse.plan": int(kernel is not None),
-        "FlashInfer _copy_kv_lens": COPIES[kernel] if copies is None else copies,
+        "FlashInfer _copy_kv_lens": COPIES[kernel],
     }
-    return {where: num for where, num in of.items() if num}
+    return {where: num for where, num in waits.items() if num}
 
 
 @pytest.mark.parametrize(
@@ -291,6 +291,16 @@ def test_batch_waits_for_its_evidence_alone(rig: Rig, selector: str, kernel: str
     req = rag(B, D, A, fusion=asks(selector, 0.3))
     assert_waits(server.serve(req), waits_of(selector, kernel))
     assert {*report(req).fallbacks} <= {Fallback.UNSCORED}  # nothing is stored
+
+
+def test_flashinfer_06_copies_where_its_mask_begins(rig: Rig) -> None:
+    """From pageable memory, too."""
+    sparse = rig.sparse("fa2", flashinfer.BatchPrefillWithPagedKVCacheWrapper)
+    server = Server(rig, attention=(sparse, choice.described("sparse", "a test", "fa2")))
+    server.serve(rag(A, B, C))
+    server.serve(rag(C, A, fusion=asks("critical", 0.3)))
+    seen = server.serve(rag(B, D, A, fusion=asks("critical", 0.3)))
+    assert_waits(seen, {**waits_of("critical", "fa2"), "FlashInfer _copy_mask_indptr": 1})
 
 
 def test_requests_of_one_batch_wait_as_one(rig: Rig) -> None:
