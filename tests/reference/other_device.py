@@ -13,7 +13,7 @@ pageable memory, a blocking copy to the device, an event or a stream that is wai
 the innermost function of the package, or of tests/reference/flashinfer.py.
 
 Knows no time and no order of streams: what is queued is done at once. Kernels that are not torch's
-are doubles over `OtherTensor.inner`, run under `unwatched`. Needs torch's CUDA build, which
+are doubles over `OtherTensor.inside`, run under `unwatched`. Needs torch's CUDA build, which
 knows the device's name, and no driver (`lacking`).
 """
 
@@ -73,14 +73,14 @@ def lacking() -> str | None:
 
 
 class OtherTensor(torch.Tensor):
-    """`inner`, a CPU tensor, on the other device."""
+    """`inside`, a CPU tensor, on the other device."""
 
-    inner: Tensor
+    inside: Tensor
 
     @staticmethod
     def __new__(cls, inner: Tensor) -> OtherTensor:
         assert not isinstance(inner, OtherTensor)
-        made: OtherTensor = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: OtherTensor = torch.Tensor._make_wrapper_subclass(
             cls,
             inner.size(),
             strides=inner.stride(),
@@ -89,11 +89,11 @@ class OtherTensor(torch.Tensor):
             device=DEVICE,
             requires_grad=False,
         )
-        made.inner = inner
+        made.inside = inner
         return made
 
     def __repr__(self, **how: Any) -> str:  # type: ignore[override]
-        return f"OtherTensor({self.inner!r})"
+        return f"OtherTensor({self.inside!r})"
 
     # What asks the driver, or torch itself, before any operation.
 
@@ -101,11 +101,11 @@ class OtherTensor(torch.Tensor):
         """Memory is freed when nobody has it."""
 
     def data_ptr(self) -> int:
-        return self.inner.data_ptr()
+        return self.inside.data_ptr()
 
     def tolist(self) -> Any:
         _entered().waits("a list")
-        return self.inner.tolist()
+        return self.inside.tolist()
 
     def numpy(self, **how: Any) -> Any:
         raise TypeError("can't convert cuda:0 device type tensor to numpy")
@@ -121,7 +121,9 @@ class OtherTensor(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         return _entered().operate(func, args, kwargs or {})
 
 
@@ -139,12 +141,12 @@ class Seen:
         return "\n".join(f"{where}: {', '.join(sorted(self.lines[where]))}" for where in wheres)
 
 
-class OtherDevice(TorchDispatchMode):
+class OtherDevice(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """The device, while it is entered. One at a time."""
 
     def __init__(self) -> None:
-        super().__init__()
-        torch._C._ensureCUDADeviceGuardSet()  # type: ignore[attr-defined]
+        super().__init__()  # type: ignore[no-untyped-call]
+        torch._C._ensureCUDADeviceGuardSet()
         self._seen: list[Seen] = []
         self._num_unwatched = 0
         self._pinned: dict[int, Any] = {}
@@ -159,12 +161,12 @@ class OtherDevice(TorchDispatchMode):
         for owner, doubles in ((torch.cuda, _cuda_doubles(self)), (torch, _made_from_lists())):
             for name, double in doubles.items():
                 self._patches.enter_context(mock.patch.object(owner, name, double))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         global _device
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._patches.close()
         _device = None
 
@@ -241,6 +243,7 @@ class OtherDevice(TorchDispatchMode):
             kwargs["device"] = torch.device("cpu")
         if func in COPIES:
             self._count_copy(func, args, kwargs, is_other)
+        result: Any
         if func is aten._scaled_dot_product_flash_attention.default:
             result = _flash_attend(*tree_map(inner_of, args), **tree_map(inner_of, kwargs))
         else:
@@ -250,7 +253,7 @@ class OtherDevice(TorchDispatchMode):
         if not is_other:
             return result
         # what is written in place is the tensor that was given
-        given = {id(each.inner): each for each in on_device}
+        given = {id(each.inside): each for each in on_device}
         return tree_map(lambda each: given[id(each)] if id(each) in given else _outer(each), result)
 
     def _check_one_device(self, func: Any, on_host: list[Tensor]) -> None:
@@ -382,7 +385,7 @@ def _asker() -> tuple[str, str] | None:
 
 def inner_of(each: Any) -> Any:
     """The tensor inside, of a tensor of the device."""
-    return each.inner if isinstance(each, OtherTensor) else each
+    return each.inside if isinstance(each, OtherTensor) else each
 
 
 def _outer(each: Any) -> Any:
@@ -397,8 +400,8 @@ def _attend(*args: Any, **kwargs: Any) -> Tensor:
     device = _entered()
     tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
     device._check_one_device(None, [e for e in tensors if not isinstance(e, OtherTensor)])
-    found = scaled_dot_product_attention(*map(inner_of, args), **tree_map(inner_of, kwargs))
-    return _outer(found)
+    found: Tensor = scaled_dot_product_attention(*map(inner_of, args), **tree_map(inner_of, kwargs))
+    return OtherTensor(found)
 
 
 def _flash_attend(

@@ -122,11 +122,11 @@ def flashinfer_on(device: OtherDevice, wrapper: type[Any]) -> Any:
         def run(self, *args: Any, **how: Any) -> Any:
             mine = dict(vars(self))
             with device.as_kernel(args=args, how=how, mask=self._mask) as inside:
-                vars(self).update(tree_map(inner_of, mine), device=torch.device("cpu"))
+                self.__dict__.update(tree_map(inner_of, mine), device=torch.device("cpu"))
                 try:
                     found = super().run(*inside["args"], **inside["how"])
                 finally:
-                    vars(self).update(mine)
+                    self.__dict__.update(mine)
             return tree_map(OtherTensor, found)
 
     def merge_state_in_place(*states: Any) -> None:
@@ -169,7 +169,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     folder = tmp_path_factory.mktemp("model")
     models.write_model(folder, "llama", dtype=torch.bfloat16, head_dim=64)
     runner = models.make_runner(folder, dtype="bfloat16")
-    hosts = sys.modules[compat.MHATokenToKVPoolHost.__module__]
+    hosts = sys.modules[vars(compat)["MHATokenToKVPoolHost"].__module__]
     with (
         interpreted() as module,
         pytest.MonkeyPatch.context() as patch,
