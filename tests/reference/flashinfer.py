@@ -22,6 +22,9 @@ KV_TILE = 64
 """Keys per tile of FA2 at head_dim 128 and 128 rows;
 the tile at an entry's end is where an unforced mask is still asked."""
 
+INT_WORKSPACE_BYTES = 8 << 20
+"""On the device and once more in pinned memory, of each wrapper."""
+
 MASKED = -5e4
 """`math::inf` of FlashInfer 0.6, negative: finite, before scaling."""
 
@@ -45,6 +48,10 @@ class BatchPrefillWithPagedKVCacheWrapper:
             raise ValueError(f"not modelled: variant {jit_args[11]}")
         self.device = float_workspace_buffer.device
         self.backend = backend
+        self._int_workspace = torch.empty(
+            INT_WORKSPACE_BYTES, dtype=torch.uint8, pin_memory=self.device.type == "cuda"
+        )
+        self._kv_lens = torch.empty(0, dtype=torch.int32, device=self.device)
         self._jit_args = jit_args
         self._mask: Tensor | None = None
         self._arrays: tuple[Tensor, ...] = ()
@@ -109,9 +116,29 @@ class BatchPrefillWithPagedKVCacheWrapper:
             *(head_dim_qk,) * 2,
         ):
             raise ValueError("the variant was compiled for another dtype or head size")
+        self._copy_kv_lens(paged_kv_indptr, paged_kv_last_page_len, page_size)
+        for array in host.values():
+            self._copy_array(array)
+        if packed_custom_mask is not None:
+            self._copy_mask_indptr(qo_indptr, paged_kv_indptr)
         self._arrays = (*(array.clone() for array in host.values()), paged_kv_indices)
         self._mask = packed_custom_mask
         self._num_rows = int(qo_indptr[-1])
+
+    def _copy_kv_lens(self, indptr: Tensor, last_page_len: Tensor, page_size: int) -> None:
+        """From memory of its own, which is pageable."""
+        lens = ((indptr.diff() - 1) * page_size + last_page_len).int()
+        self._kv_lens = torch.empty(len(lens), dtype=torch.int32, device=self.device)
+        self._kv_lens.copy_(lens, non_blocking=True)
+
+    def _copy_array(self, array: Tensor) -> None:
+        """From the caller's memory."""
+        array.to(self.device, non_blocking=True)
+
+    def _copy_mask_indptr(self, qo_indptr: Tensor, kv_indptr: Tensor) -> None:
+        """Likewise pageable."""
+        lens = qo_indptr.diff() * kv_indptr.diff()
+        torch.cat([qo_indptr[:1], lens.cumsum(0)]).to(self.device, non_blocking=True)
 
     def run(
         self,

@@ -14,10 +14,12 @@ from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.recompute import run_extend
 from sglang_chunkcache.fusion.relocate import RotaryTable
+from sglang_chunkcache.scheduler.codec_pool import CodecPool
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.host_nodes import HostCounts, HostNodes
 from sglang_chunkcache.scheduler.host_pool import HostPool
 from sglang_chunkcache.scheduler.tiers import Tiers
+from sglang_chunkcache.storage.codec import CODECS, Quantized
 from sglang_chunkcache.storage.fingerprint import fingerprint
 from sglang_chunkcache.storage.opening import create_index
 from tests.reference.scheduler import FakeReq, Scheduler
@@ -42,25 +44,41 @@ class ModelScheduler(Scheduler):
         *,
         store_bytes: int = 1 << 25,
         prefill_budget: int,
+        attention: Any = None,
+        allocator: Any = None,
+        host_pool: Any = None,
     ) -> None:
+        """`attention`: as of `FusionPass`. `host_pool`: what is stored is there."""
         rows = runner.req_to_token_pool
         self._runner = runner
         table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
 
         def create_tiers(host: HostChains) -> Tiers:
-            pool = HostPool(runner.token_to_kv_pool, store_bytes)
-            nodes = HostNodes(host.tree, pool, create_index(config, store_bytes), HostCounts())
+            nodes = host.nodes
+            if host_pool is None:
+                pool = HostPool(runner.token_to_kv_pool, store_bytes)
+                codec = CODECS[config.store_codec]
+                if isinstance(codec, Quantized):
+                    pool = CodecPool(runner.token_to_kv_pool, store_bytes, codec)
+                nodes = HostNodes(host.tree, pool, create_index(config, store_bytes), HostCounts())
             self.store = nodes.index
             self.fuser = Unwatched(
                 host.tree,
-                FusionPass(runner, table, config, nodes),
+                FusionPass(runner, table, config, nodes, attention),
                 Limits(prefill_budget, config.max_gap_tokens),
                 fingerprint=partial(fingerprint, runner.model),
+                in_host_memory=None if host_pool is None else host.write_back.takes,
             )
             return Tiers(host, fuser=self.fuser)
 
         super().__init__(
-            capacity, config, prefill_budget=prefill_budget, rows=rows, create_tiers=create_tiers
+            capacity,
+            config,
+            prefill_budget=prefill_budget,
+            rows=rows,
+            allocator=allocator,
+            host_pool=host_pool,
+            create_tiers=create_tiers,
         )
 
     def _compute(self, batch: Sequence[tuple[FakeReq, int, int]]) -> None:

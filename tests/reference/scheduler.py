@@ -235,14 +235,17 @@ class Scheduler:
         page_size: int = 1,
         rows: Any = None,
         host_slots: int = 0,
+        host_pool: Any = None,
+        allocator: Any = None,
         create_tiers: Callable[[HostChains], Tiers] = Tiers,
     ) -> None:
         """`config` None: SGLang's own RadixCache.
 
         Args:
             rows: SGLang's `ReqToTokenPool`. None: one of its own.
+            allocator: SGLang's, with `extend`. None: one of its own, which counts.
             prefill_budget: tokens that one batch extends by, None for any number.
-            host_slots: of a pool in host memory; 0: none.
+            host_slots: of a pool in host memory; 0: none, unless `host_pool` is one.
             is_chunked: whether prompts are cut to the budget; else a batch's first may exceed it.
         """
         self.capacity, self.force_miss = capacity, force_miss
@@ -250,10 +253,14 @@ class Scheduler:
         self.batch: list[tuple[FakeReq, int]] = []  # what the next `forward` computes: up to where
         self.running: list[FakeReq] = []
         self.page_size = page_size
-        if page_size == 1:
-            self.allocator: Any = CountingAllocator(capacity, torch.float32, "cpu", None, False)
-        else:
-            self.allocator = CountingPages(capacity, page_size, torch.float32, "cpu", None, False)
+        if allocator is None:
+            how: Any = (torch.float32, "cpu", None, False)
+            allocator = (
+                CountingAllocator(capacity, *how)
+                if page_size == 1
+                else CountingPages(capacity, page_size, *how)
+            )
+        self.allocator: Any = allocator
         self.rows = rows or ReqToTokenPool(MAX_REQS, MAX_CONTEXT, "cpu", False)
         params = CacheInitParams(False, self.rows, self.allocator, page_size)
         self.cache: Any
@@ -261,8 +268,8 @@ class Scheduler:
             self.cache = RadixCache(params)
             return
         held: Any = host_slots and MemoryHost(lambda: self.allocator.contents, host_slots)
-        pool = held or NoSlots()
-        index = create_index(config, max(1, host_slots * pool.token_bytes))
+        pool = host_pool or held or NoSlots()
+        index = create_index(config, max(1, pool.num_slots * pool.token_bytes))
         self.cache = (PagedRadixCache if page_size > 1 else ChunkRadixCache)(
             params,
             config,

@@ -1,14 +1,12 @@
 """The kernel equals torch, bit by bit: in Triton's interpreter, and on CUDA where there is one.
 Also what it compiles to.
 
-Triton's interpreter cuts bits off where it goes from float32 to bfloat16, and loses subnormals on
-the way back. The device rounds to the nearest, which the compiled code below is asked about, so
-here torch's conversion replaces the interpreter's.
+The device rounds to the nearest, as the interpreter is made to (tests/kit/triton_interpreter.py):
+the compiled code below is asked about that.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from collections import Counter
@@ -17,53 +15,29 @@ from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
-import numpy as np
 import pytest
 
 pytest.importorskip("triton")
 
 import torch
-import triton.language as tl
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler import compile as compile_kernel
-from triton.runtime import interpreter
 
 from sglang_chunkcache.fusion import relocate_kernel
 from sglang_chunkcache.fusion.relocate import KeyTurn, RotaryTable
 from tests.examples import examples
 from tests.kit.tensors import CASES, DTYPES, move, random_positions
+from tests.kit.triton_interpreter import interpreted
 
 KINDS = ("move", "turn")
 BITS = {2: torch.int16, 4: torch.int32}
-NAME = "sglang_chunkcache.fusion.relocate_kernel"
 NUM_SLOTS = 40
 # numpy's, about infinities, which are meant
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
-
-
-def torch_cast(data: Any, source: tl.dtype, target: tl.dtype, _: object) -> Any:
-    """In place of the interpreter's conversion of float32 to bfloat16 and back."""
-    if target == tl.bfloat16:
-        return torch.tensor(data).bfloat16().view(torch.int16).numpy().view(np.uint16)
-    assert (source, target) == (tl.bfloat16, tl.float32)
-    return torch.tensor(data.view(np.int16)).view(torch.bfloat16).float().numpy()
-
-
-def interpreted() -> ModuleType:
-    """The module once more, its kernels for the interpreter;
-    Triton asks the environment when it decorates."""
-    spec = importlib.util.spec_from_file_location(NAME, relocate_kernel.__file__)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRITON_INTERPRET", "1")
-        spec.loader.exec_module(module)
-    return module
 
 
 class Rig(NamedTuple):
@@ -84,10 +58,8 @@ def rig(request: pytest.FixtureRequest) -> Iterator[Rig]:
     if request.param == "cuda":
         yield Rig(relocate_kernel, "cuda")
         return
-    with pytest.MonkeyPatch.context() as patch:
-        module = interpreted()
-        patch.setattr(interpreter, "_convert_float", torch_cast)
-        patch.setitem(sys.modules, NAME, module)
+    with pytest.MonkeyPatch.context() as patch, interpreted() as module:
+        patch.setitem(sys.modules, module.__name__, module)
         yield Rig(module, "cpu")
 
 
