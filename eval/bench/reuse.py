@@ -196,6 +196,8 @@ class Bench:
                 {"chunk": asdict(chunk), "neighbors": [asdict(NEIGHBOR)]},
             )
         self._drain()
+        # preprocessed chunks stay in the store; what the device has of them would be the source
+        get(ours + "/flush_cache?timeout=60", timeout_s=90)
         self._first, self._areas = self._prompt("device"), dict[str, int]()
         for source, chunks in self._chunks.items():
             messages = [

@@ -216,12 +216,11 @@ class KeyTurn:
 
     def __call__(self, layers: range) -> None:
         """The slots hold KV of these layers as the model stored it."""
+        buffers = self._pool.k_buffer[layers.start : layers.stop]
         if _takes_kernel(self._pool, self._use_kernel):
-            part = slice(layers.start, layers.stop)
-            keys, values = self._pool.k_buffer[part], self._pool.v_buffer[part]
-            _launch(keys, values, self._table, self._turn, self._slots, self._slots)
+            _launch(buffers, (), self._table, self._turn, self._slots, self._slots)
             return
-        for keys in self._pool.k_buffer[layers.start : layers.stop]:
+        for keys in buffers:
             keys[self._slots] = self._table._apply_(keys[self._slots], self._turn)
 
 

@@ -62,7 +62,7 @@ def launch_arguments(
     Args:
         keys: the pool's, a layer each: [slots, num_kv_heads, head_dim], contiguous, bfloat16,
             float16 or float32.
-        values: [slots, num_kv_heads, v_head_dim], otherwise like `keys`.
+        values: [slots, num_kv_heads, v_head_dim], otherwise like `keys`. None: they stay.
         cos: [num_tokens, 1, rotary_dim / 2] float32, of the angle each pair turns by; rotary_dim <=
             head_dim.
         sin: Like `cos`.
@@ -79,7 +79,7 @@ def launch_arguments(
         tuple(buffer.data_ptr() for buffer in (*keys, *values)), keys[0].device
     )
     (num_tokens, _, num_pairs), (_, num_heads, head_dim) = cos.shape, keys[0].shape
-    v_row = values[0][0].numel()
+    v_row = values[0][0].numel() if values else 1
     row_bytes = max(num_heads * head_dim, v_row) * keys[0].element_size()
     tokens = 1 << min(6, max(0, (TILE_BYTES // row_bytes).bit_length() - 1))
     arguments = {
@@ -90,6 +90,7 @@ def launch_arguments(
         "sin": sin,
         "num_tokens": num_tokens,
         "NUM_LAYERS": len(keys),
+        "NUM_PARTS": len(keys) + len(values),
         "ELEMENT": ELEMENTS[keys[0].dtype],
         "ALIGNMENT": alignment,
         "NUM_HEADS": num_heads,
@@ -104,7 +105,7 @@ def launch_arguments(
         "V_WIDTH": _power_of_two(v_row),
         "TOKENS": tokens,
     }
-    return arguments, triton.cdiv(num_tokens, tokens) * 2 * len(keys)
+    return arguments, triton.cdiv(num_tokens, tokens) * (len(keys) + len(values))
 
 
 @lru_cache(maxsize=1024)
@@ -136,6 +137,7 @@ def _relocate(
     sin,
     num_tokens,
     NUM_LAYERS: tl.constexpr,
+    NUM_PARTS: tl.constexpr,
     ELEMENT: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     NUM_HEADS: tl.constexpr,
@@ -151,8 +153,8 @@ def _relocate(
 ):
     """Move TOKENS tokens of one layer's keys or values."""
     K_ROW: tl.constexpr = NUM_HEADS * HEAD_DIM
-    part = tl.program_id(0) % (2 * NUM_LAYERS)
-    tokens = (tl.program_id(0) // (2 * NUM_LAYERS)) * TOKENS + tl.arange(0, TOKENS)
+    part = tl.program_id(0) % NUM_PARTS
+    tokens = (tl.program_id(0) // NUM_PARTS) * TOKENS + tl.arange(0, TOKENS)
     live = tokens < num_tokens
     # Of addresses out of memory Triton knows no alignment, and would load narrowly.
     pool = tl.multiple_of(tl.load(addresses + part).to(tl.pointer_type(ELEMENT)), ALIGNMENT)

@@ -105,7 +105,7 @@ def make_pool(shape: Shape, device: str) -> Any:
 
 
 def do(kind: str, shape: Shape, device: str, num_tokens: int, *, use_kernel: bool) -> list[Tensor]:
-    """The pool's buffers, after a move of random tokens, or a turn in all layers but the first."""
+    """The pool's buffers, after a move of random tokens, or a turn in the upper layers."""
     pool, table = make_pool(shape, device), shape.table(device)
     slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(num_tokens))
     source, target = (slots[at : at + num_tokens].to(device) for at in (0, NUM_SLOTS - num_tokens))
@@ -115,7 +115,7 @@ def do(kind: str, shape: Shape, device: str, num_tokens: int, *, use_kernel: boo
         move(pool, table, (source, old), (target, new), use_kernel=use_kernel)
     else:
         turn = KeyTurn(pool, table, old, target, new, use_kernel=use_kernel)
-        turn(range(1, shape.num_layers))
+        turn(range(shape.num_layers // 2, shape.num_layers))
     return [*pool.k_buffer, *pool.v_buffer]
 
 
