@@ -63,7 +63,7 @@ run() {
 
 # bench NAME OPTIONS: a run's folder OUT/NAME, once.
 bench() {
-    is_done "$out/$1/record.json" || run "$1" eval bench "$1" --device $device --out "$out/$1" "${@:2}"
+    is_done "$out/$1.txt" || run "$1" eval bench "$1" --device $device --out "$out/$1" "${@:2}"
 }
 
 # pytest_gpu NAME OPTIONS: once.

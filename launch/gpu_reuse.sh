@@ -39,6 +39,7 @@ else
         if ((POOL > 500000)); then POOL=500000; fi
         if ((POOL < 80000)); then
             echo "gpu_reuse: $(free_gib) GiB of the GPU's memory are free: too few" >&2
+            rm "$out/free_gib" # there may be more the next time
             exit 2
         fi
     fi
@@ -83,7 +84,7 @@ for step in ${STEPS:-$steps}; do
         write_gate_model
         run gate sglang_chunkcache.check --model-path "$work/gate_model" "${server[@]}"
     elif [[ $step =~ ^[0-9]+$ ]]; then
-        is_done "$out/$step/record.json" ||
+        is_done "$out/$step.txt" ||
             run "$step" eval bench reuse --model-path "$work/model" --stock --logs "$out/$step" --out "$out/$step" \
                 --tokens "$step" "${bench[@]}" "${options[@]}" -- --load-format dummy "${server[@]}"
     else

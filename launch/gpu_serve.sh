@@ -40,12 +40,15 @@ if [[ -n $smoke ]]; then
 else
     gib=$(($(free_gib) * 97 / 100))
     per_step=${SERVERS:-$((gib / 33))}
+    # more of them take longer to start than a step may
+    if [[ -z ${SERVERS:-} ]] && ((per_step > 3 && ${LIMIT_S:-530})); then per_step=3; fi
     pool=$(((gib / per_step - 21) * 8192)) # 15 GiB of weights, 6 of everything else; 128 KiB a token
     load+=(--requests "${REQUESTS:-160}" --warm-up 40 --block 15 --max-total-tokens "$pool")
     server=(--load-format dummy "${attention[@]}" --mem-fraction-static 0.9 --cuda-graph-max-bs-decode 32)
 fi
 if ((per_step < 2)); then
     echo "$name: need memory for two servers, there is enough for $per_step" >&2
+    rm -f "$out/free_gib" # there may be more the next time
     exit 2
 fi
 

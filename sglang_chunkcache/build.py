@@ -32,8 +32,10 @@ def create_tiers(tree: ChunkTree, ctx: Any, config: ChunkCacheConfig) -> Tiers:
     """
     runner = ctx.tp_worker.model_runner
     pricing, pool = Pricing(runner), create_host_pool(ctx, config) or NoSlots()
-    host_bytes = pool.num_slots * pool.token_bytes or store_bytes(ctx, config)
-    storage = create_storage(ctx, config, host_bytes)
+    # what is on its way to or from the storage holds slots of the pool that has what is moved
+    in_codec = config.reuse == "fused" and not has_captured(config)
+    host_bytes = 0 if in_codec else pool.num_slots * pool.token_bytes
+    storage = create_storage(ctx, config, lambda: host_bytes or store_bytes(ctx, config))
     keeps = pool.num_slots > 0 and keeps_chains(ctx, config)
     if storage is not None and not keeps and config.reuse == "exact":
         raise ValueError(

@@ -24,6 +24,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -144,7 +145,8 @@ def _measure(flags: Sequence[str]) -> dict[str, Any]:
             try:
                 child.wait(START_TIMEOUT_S)
             except BaseException:  # its schedulers would stay, with the GPU's memory
-                os.killpg(child.pid, signal.SIGKILL)
+                with suppress(ProcessLookupError):
+                    os.killpg(child.pid, signal.SIGKILL)
                 child.wait()
                 raise
         except subprocess.TimeoutExpired:

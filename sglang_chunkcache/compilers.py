@@ -23,6 +23,6 @@ def missing_compilers() -> list[str]:
     found = {
         "nvcc": shutil.which(nvcc) or (not home and Path("/usr/local/cuda/bin/nvcc").exists()),
         "ninja": shutil.which("ninja"),
-        "a C++ compiler": shutil.which(os.environ.get("CXX", "c++").split()[0]),
+        "a C++ compiler": shutil.which((os.environ.get("CXX", "").split() or ["c++"])[0]),
     }
     return [name for name, where in found.items() if not where]

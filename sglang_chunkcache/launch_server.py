@@ -206,8 +206,8 @@ def _check_attention(settings: config.ChunkCacheConfig) -> None:
     if has_cuda and is_compiled and (missing := missing_compilers()):
         _say(
             f"chunk cache: not found: {', '.join(missing)}. --reuse fused compiles its attention"
-            " when the server starts; without it the mask attends, which is slower. The README says"
-            " what CUDA needs."
+            " when the server starts; else the mask attends, which is slower, and"
+            " --recompute-attention sparse is refused. The README says what CUDA needs."
         )
 
 

@@ -30,10 +30,12 @@ def stock_only(args: Any, model: Any, config: ChunkCacheConfig) -> list[str]:
     from sglang_chunkcache.plugin import BACKEND
 
     # with decode context parallelism a page of the tree is one of each of its ranks
-    page_size = (args.page_size or 1) * (getattr(args, "dcp_size", 1) or 1)
+    dcp_size = getattr(args, "dcp_size", 1) or 1
+    page_size = (args.page_size or 1) * dcp_size
+    dcp = f" --dcp-size {dcp_size}" if dcp_size > 1 else ""
     checks = {
         # moved KV has slots of its own, one by one
-        f"--page-size {page_size}": page_size > 1 and config.reuse == "fused",
+        f"--page-size {args.page_size}{dcp}": page_size > 1 and config.reuse == "fused",
         "sliding-window attention": model.is_hybrid_swa,
         "hybrid attention": uses_ssm_state(model),
         "--disable-radix-cache": args.disable_radix_cache,

@@ -54,10 +54,11 @@ class Pool:
 
 
 class Arm(NamedTuple):
-    """One way of moving the bytes, and the name of the plain copy that it is compared with (None:
-    it is one itself)."""
+    """One way of moving bytes, how many it reads and writes, and the name of the plain copy of as
+    many that it is compared with (None: it is one itself)."""
 
     work: Callable[[], object]
+    num_bytes: int
     against: str | None
 
 
@@ -98,10 +99,18 @@ class Bench:
 
     def arms(self) -> dict[str, Arm]:
         """The arms by name; without CUDA those of torch only."""
-        arms = {"copy": Arm(partial(self.plain[0].copy_, self.plain[1]), None)}
+        (target, plain), keys = self.plain, len(self.pool.k_buffer)
+        arms = {
+            "copy": Arm(partial(target.copy_, plain), self.num_bytes, None),
+            "copy of keys": Arm(
+                partial(target[:keys].copy_, plain[:keys]), self.num_bytes // 2, None
+            ),
+        }
         for path in ("kernel", "torch") if self.source.is_cuda else ("torch",):
-            for name, work in (("move", self.move), ("turn", self.turn)):
-                arms[f"{name}/{path}"] = Arm(partial(work, use_kernel=path == "kernel"), "copy")
+            how = {"use_kernel": path == "kernel"}
+            arms[f"move/{path}"] = Arm(partial(self.move, **how), self.num_bytes, "copy")
+            turn = partial(self.turn, **how)
+            arms[f"turn/{path}"] = Arm(turn, self.num_bytes // 2, "copy of keys")
         return arms
 
     def wrong(self) -> list[str]:
@@ -173,14 +182,14 @@ def main(argv: Sequence[str]) -> int:
         for shape, num_tokens, slots in product(shapes, tokens, SLOTS):
             bench = Bench(shape, num_tokens, slots, device)
             about = {
-                "bytes": bench.num_bytes,
                 "device": args.device,
                 "wrong": bench.wrong() if device.type == "cuda" else [],
             }
 
             # bound as a default: the loop gives `about` another value
             def take(number: int, arm: Arm, about: Sample = about) -> Sample:
-                return {**about, "against": arm.against, "metrics": {"moved_s": timed(arm.work)}}
+                about = {**about, "bytes": arm.num_bytes, "against": arm.against}
+                return {**about, "metrics": {"moved_s": timed(arm.work)}}
 
             arms = {name: partial(take, arm=arm) for name, arm in bench.arms().items()}
             take_rounds(

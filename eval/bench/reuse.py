@@ -315,12 +315,7 @@ def wrong_fates(arm: Arm, sample: Mapping[str, Any], area: int, num_chunks: int)
         for fate, (found, (low, high)) in expected.items()
         if not low <= found <= high
     ]
-    # `context` may choose between two equally good sources, one of them left in the tree by
-    # preprocessing.
-    allowed = set(SOURCES) if arm.selector == "context" else {arm.source}
-    if is_fused and (
-        len(sample["sources"]) != num_chunks or not allowed.issuperset(sample["sources"])
-    ):
+    if is_fused and sample["sources"] != [arm.source] * num_chunks:
         reasons.append(f"sources {sample['sources']}")
     other = sample["other"]
     # nothing was to be reused: the reasons are why exact reuse found nothing

@@ -221,8 +221,8 @@ class Model:
         launches = self.shape.num_layers * of_layer
         host_s = launches * build.load_s
         device_s = kv / (self.machine.bus_bytes_s * BUS_SHARE)
-        # Written; then keys are turned in place, and values go with them.
-        return Step(0.0, 3 * kv, kv, launches, host_s, device_s, max(host_s, device_s))
+        # Written; then keys are read, and written again where they are turned.
+        return Step(0.0, 2 * kv, kv, launches, host_s, device_s, max(host_s, device_s))
 
     def _forward(
         self,

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from radix_ext.moved_plan import Limits
-from sglang_chunkcache.config import ChunkCacheConfig, flag_name
+from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.calibration_trial import Calibrator
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.gate import GateFigures, gated_attention
@@ -142,9 +142,8 @@ def _nodes(
     codec = CODECS[config.store_codec]
     if not isinstance(codec, Quantized):
         return host_chains.nodes
-    create = partial(CodecPool, num_bytes=store_bytes(ctx, config), codec=codec)
-    asked = f"{flag_name('store_mib')} {config.store_mib}" if config.store_mib else None
-    pool = pool_of_all_ranks(ctx, create, asked) or NoSlots()
+    create, size = partial(CodecPool, codec=codec), partial(store_bytes, ctx, config)
+    pool = pool_of_all_ranks(ctx, config, create, size, ["store_mib"]) or NoSlots(codec)
     index = create_index(config, max(1, pool.num_slots * pool.token_bytes))
     return HostNodes(tree, pool, index, HostCounts())
 

@@ -68,7 +68,7 @@ class Captures(CaptureQueue):
         super().clear()
         for entry, captured in self._under_way:
             self.give_up([entry])
-            captured.give_back()
+            captured.arrived(is_stored=False)
         self._under_way.clear()
 
     def stats(self) -> dict[str, int]:
@@ -86,8 +86,7 @@ class Captures(CaptureQueue):
                 else:
                     self.put(entry, blob, scores)
             # not by what `put` returned: a watcher may have raised once the variant was there
-            if not self._has(entry, captured.slots):
-                captured.give_back()
+            captured.arrived(is_stored=self._has(entry, captured.slots))
 
     def _num_copied(self, scored: Scored) -> int:
         """In one batch. What scoring takes no load says."""

@@ -99,10 +99,12 @@ class Captured:
         sums = arrived[self._num_kept :]
         return self.slots, self._scores if self._probe is None else scores_of(self._probe, *sums)
 
-    def give_back(self) -> None:
-        """It comes into no store."""
+    def arrived(self, *, is_stored: bool) -> None:
+        """Its slots are the store's from now on, or given back."""
         if self.slots is not None:
-            self.slots.give_back()
+            if not is_stored:
+                self.slots.give_back()
+            self.slots.let_go()
 
 
 class FusionPass:
@@ -186,7 +188,9 @@ class FusionPass:
                 # Keys stay as they are: turned where they are moved to, they are rounded once.
                 are_kept: list[Tensor] = []
                 if (kept := self.host.room(len(slots))) is not None:
+                    kept.hold()  # nobody's, until it has arrived
                     taken.callback(kept.give_back)
+                    taken.callback(kept.let_go)
                     are_kept = self.host.pool.save(slots, kept.slots)
                 captured.append(Captured(kept, capture.scores, measured.get(index), are_kept))
             taken.pop_all()  # nothing has failed

@@ -98,7 +98,7 @@ class StorageTier:
         def load(variant: Variant) -> bool:
             nonlocal room
             row: Row = variant.blob.row
-            room -= row.num_tokens * self._layout.token_bytes
+            room -= row.num_tokens * self._host.pool.token_bytes
             if room >= 0:
                 self._load(ChunkIdentity(row.place.chunk, None, None), variant, row.num_tokens)
             return room >= 0
@@ -302,7 +302,7 @@ class StorageTier:
         return is_begun
 
     def _is_wanted(self, identity: ChunkIdentity, variant: Variant, num_tokens: int) -> bool:
-        nbytes = num_tokens * self._layout.token_bytes
+        nbytes = num_tokens * self._host.pool.token_bytes
         place = variant.head, variant.prefix
         return self._store.wants(identity, *place, preprocessed=variant.preprocessed, nbytes=nbytes)
 

@@ -35,7 +35,7 @@ class CodecPool(HostPool):
     codec: Quantized
 
     def __init__(
-        self, device_pool: Any, num_bytes: int, codec: Quantized, *, is_layered: bool = True
+        self, device_pool: Any, num_bytes: int, *, codec: Quantized, is_layered: bool = True
     ) -> None:
         self._kv_pool, self.codec = device_pool, codec
         _, heads, dim = device_pool.k_buffer[0].shape

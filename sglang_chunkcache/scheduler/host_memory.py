@@ -65,10 +65,13 @@ def machine_bytes(use: Use, ctx: Any, *, taken: int = 0) -> int:
     group = compat.parallel(ctx.tp_worker.model_runner, "tp_group")
     num_ranks = ranks_per_host() * ctx.server_args.dp_size
     is_device = has_own_memory(allocator)
-    counts = use.copies or is_device
+    device_bytes = 0
+    if use.copies or is_device:
+        sizes = allocator.get_kvcache().get_kv_size_bytes()
+        device_bytes = sum(sizes) if isinstance(sizes, tuple) else sizes  # of MLA it is one
     found = default_bytes(
         use,
-        device_bytes=sum(allocator.get_kvcache().get_kv_size_bytes()) if counts else 0,
+        device_bytes=device_bytes,
         available=available_host_memory_bytes() - num_ranks * taken,
         num_ranks=num_ranks,
         is_pinned=is_device,

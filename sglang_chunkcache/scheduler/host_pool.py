@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -168,7 +168,9 @@ class NoSlots(HostPool):
     num_slots = num_layers = num_free = 0
     token_bytes, is_layered = 1, False
 
-    def __init__(self) -> None: ...
+    def __init__(self, codec: Codec = NONE) -> None:
+        self.codec = codec
+
     def alloc(self, num_tokens: int) -> None: ...
     def follow(self) -> None: ...
     def close(self) -> None: ...
@@ -184,20 +186,30 @@ def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
     has_moved, has_chains = has_captured(config), keeps_chains(ctx, config)
     if not (has_chains or has_moved):
         return None
-    size = 0
-    if has_chains:
-        size = (config.host_mib or 0) << 20 or machine_bytes(EXACT_CHAINS, ctx)
-    if has_moved:
-        size += store_bytes(ctx, config)
-    asked = f"{flag_name('host_mib')} {config.host_mib}" if config.host_mib else None
-    return pool_of_all_ranks(ctx, partial(HostPool, num_bytes=size), asked)
+
+    def size() -> int:
+        num_bytes = 0
+        if has_chains:
+            num_bytes = (config.host_mib or 0) << 20 or machine_bytes(EXACT_CHAINS, ctx)
+        if has_moved:
+            num_bytes += store_bytes(ctx, config, taken=(config.host_mib or 0) << 20)
+        return num_bytes
+
+    asked = ["host_mib"] if has_chains else []
+    asked += ["store_mib"] if has_moved else []
+    return pool_of_all_ranks(ctx, config, HostPool, size, asked)
 
 
 def pool_of_all_ranks(
-    ctx: Any, create: Callable[..., HostPool], asked: str | None
+    ctx: Any,
+    config: ChunkCacheConfig,
+    create: Callable[..., HostPool],
+    size: Callable[[], int],
+    flags: Sequence[str],
 ) -> HostPool | None:
-    """What `create` makes of the device pool on each rank of a tensor-parallel group. None: not
-    possible on all of them, which is logged. Raises ValueError if it was `asked` for."""
+    """What `create` makes of the device pool and `size` bytes on each rank of a tensor-parallel
+    group. None: not possible on all of them, which is logged. Raises ValueError if one of `flags`,
+    which say how large it is to be, asked for it."""
     runner = ctx.tp_worker.model_runner
     device_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
     group = compat.parallel(runner, "tp_group")
@@ -208,7 +220,7 @@ def pool_of_all_ranks(
             # A graph of whole prefills replays attention without asking for layers.
             is_replayed = check_cuda_graph_backend(GraphPhase.PREFILL, Backend.FULL)
             is_layered = not is_replayed and _attends_in_all(runner.model, device_pool.layer_num)
-            pool = create(device_pool, is_layered=is_layered)
+            pool = create(device_pool, size(), is_layered=is_layered)
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         problem = str(error)
     if group.world_size > 1:
@@ -216,8 +228,8 @@ def pool_of_all_ranks(
     if problem is not None or pool is None:
         if pool is not None:
             pool.close()
-        if asked:
-            raise ValueError(f"{asked}: {problem}")
+        if asked := [f"{flag_name(f)} {getattr(config, f)}" for f in flags if getattr(config, f)]:
+            raise ValueError(f"{', '.join(asked)}: {problem}")
         logger.warning("chunk cache: no KV pool in host memory: %s", problem)
         return None
     mib = pool.num_slots * pool.token_bytes / (1 << 20)
@@ -242,10 +254,9 @@ def keeps_chains(ctx: Any, config: ChunkCacheConfig) -> bool:
     return config.host_mib != 0 and (config.host_mib is not None or has_use)
 
 
-def store_bytes(ctx: Any, config: ChunkCacheConfig) -> int:
-    """Host memory of one rank for chunks that are moved."""
-    given = (config.store_mib or 0) << 20
-    return given or machine_bytes(STORE, ctx, taken=(config.host_mib or 0) << 20)
+def store_bytes(ctx: Any, config: ChunkCacheConfig, *, taken: int = 0) -> int:
+    """Host memory of one rank for chunks that are moved, where so much will be taken besides."""
+    return (config.store_mib or 0) << 20 or machine_bytes(STORE, ctx, taken=taken)
 
 
 def refusal(device_pool: Any, args: Any) -> str | None:

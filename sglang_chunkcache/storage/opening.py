@@ -41,10 +41,12 @@ class Opened(NamedTuple):
     max_bytes: int  # that it may hold
 
 
-def create_storage(ctx: Any, config: ChunkCacheConfig, memory_bytes: int) -> Storage | None:
+def create_storage(
+    ctx: Any, config: ChunkCacheConfig, memory_bytes: Callable[[], int]
+) -> Storage | None:
     """The storage of one rank, off until its weights are known. `ctx` is SGLang's
-    TreeCacheBuildContext, `memory_bytes` as `Loader` takes it. None: not wanted. Raises ValueError:
-    a setting is wrong or not supported, or the folder is another server's."""
+    TreeCacheBuildContext, `memory_bytes()` as `Loader` takes it. None: not wanted. Raises
+    ValueError: a setting is wrong or not supported, or the folder is another server's."""
     if config.storage_backend is None:
         return None
     runner, args = ctx.tp_worker.model_runner, ctx.server_args
@@ -68,7 +70,7 @@ def create_storage(ctx: Any, config: ChunkCacheConfig, memory_bytes: int) -> Sto
             config,
             rank=rank,
             model_name=runner.model_config.model_path,
-            memory_bytes=memory_bytes,
+            memory_bytes=memory_bytes(),
             empty=empty,
             ranks=ranks,
         )

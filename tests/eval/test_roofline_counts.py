@@ -26,7 +26,7 @@ from sglang_chunkcache.fusion.measure import (
 )
 from sglang_chunkcache.fusion.moving import Mover
 from sglang_chunkcache.fusion.recompute import run_pass
-from sglang_chunkcache.fusion.relocate import RotaryTable, rotary_of
+from sglang_chunkcache.fusion.relocate import KeyTurn, RotaryTable, rotary_of
 from sglang_chunkcache.scheduler.pricing import Pricing
 from tests import models
 from tests.eval.launches import OUTSIDE, Launches, count
@@ -141,21 +141,15 @@ def test_copy_within_the_device(bench: Bench) -> None:
 
 def test_load_of_a_layer(bench: Bench) -> None:
     """SGLang's kernel for all chunks, and one that turns their keys in place."""
-    mover = make_mover(bench)
-    positions = torch.arange(NUM_TOKENS // 2)
-    slots = [bench.slots[: NUM_TOKENS // 2], bench.slots[NUM_TOKENS // 2 :]]
+    positions = torch.arange(NUM_TOKENS)
+    pool, table = bench.runner.token_to_kv_pool, RotaryTable.of(rotary_of(bench.runner))
+    turn = KeyTurn(pool, table, positions, bench.slots, positions + 1)
     found = []
 
     def load(launches: Launches) -> None:
-        pool = SimpleNamespace(
-            prepare=lambda slots: slots,
-            copy=lambda *_: launches.add("load_to_device_per_layer"),
-        )
-        blobs = [(SimpleNamespace(slots=each), positions, each, positions + 1) for each in slots]
-        host: Any = SimpleNamespace(pool=pool)
-        copy = mover._from_pool(blobs, host)
         for layer in range(2):
-            on_kernel(bench, partial(copy, range(layer, layer + 1)), launches)
+            launches.add("load_to_device_per_layer")
+            on_kernel(bench, partial(turn, range(layer, layer + 1)), launches)
             found.append(launches.total())
 
     bench.count(load)
@@ -165,7 +159,8 @@ def test_load_of_a_layer(bench: Bench) -> None:
 def make_mover(bench: Bench) -> Mover:
     runner = bench.runner
     table = RotaryTable.of(rotary_of(runner))
-    return Mover(runner.token_to_kv_pool, table, Pricing(runner), None, Counter())
+    host: Any = None  # nothing is loaded
+    return Mover(runner.token_to_kv_pool, table, Pricing(runner), host, Counter())
 
 
 def on_kernel(bench: Bench, run: Callable[[], object], launches: Launches) -> None:

@@ -359,7 +359,9 @@ class PoolHost:
     def __init__(self, runner: Any, codec: str = "none", num_bytes: int = 1 << 20) -> None:
         pool, kept_as = runner.token_to_kv_pool, CODECS[codec]
         is_plain = not isinstance(kept_as, Quantized)
-        self.pool = HostPool(pool, num_bytes) if is_plain else CodecPool(pool, num_bytes, kept_as)
+        self.pool = (
+            HostPool(pool, num_bytes) if is_plain else CodecPool(pool, num_bytes, codec=kept_as)
+        )
         self._book = SlotBook()
 
     def room(self, num_tokens: int) -> HostSlots | None:

@@ -171,8 +171,9 @@ class FakePass:
                 self.contents.exact_len(capture.slots.tolist(), capture.token_ids)
                 slots = capture.slots[capture.start :]
                 saved = Captured(self.host.room(len(slots)), scores)
-                taken.callback(saved.give_back)
+                taken.callback(saved.arrived, is_stored=False)
                 if saved.slots is not None:
+                    saved.slots.hold()
                     self.host.pool.save(slots, saved.slots.slots)
                 captured.append(saved)
             taken.pop_all()  # nothing has failed

@@ -23,6 +23,7 @@ NUMBERS: dict[Any, int] = {}
 class MemoryHost:
     """`HostPool`. `contents()`: device slot -> what it holds, written by whoever computes."""
 
+    token_bytes = 1
     num_layers = 4
     is_layered = True
 
@@ -32,7 +33,7 @@ class MemoryHost:
         num_slots: int,
         *,
         codec: Codec = NONE,
-        token_bytes: int = 1,
+        token_bytes: int = token_bytes,
     ) -> None:
         self._device, self.num_slots, self.codec = contents, num_slots, codec
         self.token_bytes, self.saved_token_bytes = token_bytes, 0
@@ -41,15 +42,19 @@ class MemoryHost:
 
     @property
     def num_free(self) -> int:
-        return len(self._free)
+        return self.num_slots - self._num_used + len(self._free)
 
     def clear(self) -> None:
-        self._free, self.contents = list(range(self.num_slots)), dict[int, Any]()
+        self._free, self.contents = list[int](), dict[int, Any]()
+        self._num_used = 0  # slots that were ever given out: a pool may have millions
 
     def alloc(self, num_tokens: int) -> Tensor | None:
-        if num_tokens > len(self._free):
+        if num_tokens > self.num_free:
             return None
         taken, self._free = self._free[:num_tokens], self._free[num_tokens:]
+        num_new = num_tokens - len(taken)
+        taken += range(self._num_used, self._num_used + num_new)
+        self._num_used += num_new
         return torch.tensor(taken, dtype=torch.int64)
 
     def free(self, slots: Tensor) -> None:

@@ -59,7 +59,7 @@ class ModelScheduler(Scheduler):
                 pool = HostPool(runner.token_to_kv_pool, store_bytes)
                 codec = CODECS[config.store_codec]
                 if isinstance(codec, Quantized):
-                    pool = CodecPool(runner.token_to_kv_pool, store_bytes, codec)
+                    pool = CodecPool(runner.token_to_kv_pool, store_bytes, codec=codec)
                 nodes = HostNodes(host.tree, pool, create_index(config, store_bytes), HostCounts())
             self.store = nodes.index
             self.fuser = Unwatched(

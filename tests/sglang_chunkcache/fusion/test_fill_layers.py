@@ -170,11 +170,11 @@ def test_what_fails_to_be_saved_gives_all_slots_back(
     hosted = FusionPass(scene.runner, scene.fusion_pass.table, scene.config, host)
     save, calls = host.pool.save, []
 
-    def fail_the_second(*slots: torch.Tensor) -> None:
+    def fail_the_second(*slots: torch.Tensor) -> Any:
         calls.append(slots)
         if len(calls) == 2:
             raise RuntimeError("broken")
-        save(*slots)
+        return save(*slots)
 
     monkeypatch.setattr(host.pool, "save", fail_the_second)
     with pytest.raises(RuntimeError, match="broken"):

@@ -36,7 +36,7 @@ class Late:
 
     def __init__(self, captured: Captured) -> None:
         self.captured, self.has_arrived = captured, False
-        self.slots, self.give_back = captured.slots, captured.give_back
+        self.slots, self.arrived = captured.slots, captured.arrived
 
     def is_done(self) -> bool:
         return self.has_arrived

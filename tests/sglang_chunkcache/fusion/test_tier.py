@@ -112,7 +112,7 @@ def test_storage_ages_across_a_restart(disk: Disk) -> None:
 
 def test_entries_of_a_codec_that_was_removed_are_others(disk: Disk) -> None:
     """Codec joint's int4 had the codec's own name: no server finds it, and it leaves by age."""
-    disk.layout = Layout(2, 1, 4, 4, "float32")
+    disk.layout = Layout(1, 1, 2, 2, "float32")
     earlier = disk.server(store_codec="int4")
     disk.tier._how = ("positioned", "joint")
     disk.tier.storage.naming.keeps(disk.tier._how, disk.tier._layout)

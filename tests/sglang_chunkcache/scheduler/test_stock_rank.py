@@ -24,9 +24,9 @@ SPANS = RequestSpans((), "n", 0, NOTHING_READ)
 
 def made(cache: Any, *, page_size: int = 1, is_eagle: bool = False, keeps: bool = True) -> Any:
     """As much of SGLang's Scheduler as is read."""
+    cache.page_size = page_size
     return SimpleNamespace(
         tree_cache=cache,
-        page_size=page_size,
         spec_algorithm=SimpleNamespace(is_eagle=lambda: is_eagle),
         disable_radix_cache=not keeps,
         max_total_num_tokens=100,

@@ -40,8 +40,8 @@ def pool_of(dtype: Any) -> MHATokenToKVPool:
 )
 def test_storage_that_cannot_be_is_refused_by_name(ctx: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        create_storage(ctx, ChunkCacheConfig(storage_backend="file"), 1 << 30)
+        create_storage(ctx, ChunkCacheConfig(storage_backend="file"), lambda: 1 << 30)
 
 
 def test_no_storage_where_none_is_wanted() -> None:
-    assert create_storage(None, ChunkCacheConfig(), 1 << 30) is None
+    assert create_storage(None, ChunkCacheConfig(), lambda: 1 << 30) is None
