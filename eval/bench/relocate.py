@@ -93,7 +93,7 @@ class Bench:
 
     def turn(self, *, use_kernel: bool) -> None:
         places = self._from["source_positions"], *self._to.values()
-        turn = KeyTurn(self.pool, self.table, *places, use_kernel=use_kernel)  # type: ignore[arg-type]
+        turn = KeyTurn(self.pool, self.table, *places, use_kernel=use_kernel)
         for layer in range(len(self.pool.k_buffer)):
             turn(range(layer, layer + 1))
 

@@ -176,10 +176,16 @@ def timed(
 ) -> Iterator[tuple[Setting, Row]]:
     """Seconds of encoding and decoding over those of the copies."""
     pool = Bench("llama3-8b", num_tokens, "contiguous", torch.device("cpu"))
-    copies = {
-        "encode": _best(partial(pool.read, use_kernel=False)),
-        "decode": _best(partial(pool.write, use_kernel=False)),
-    }
+
+    def read() -> list[Tensor]:
+        return [buffer[pool.source] for buffer in pool.buffers]
+
+    def write(kv: Sequence[Tensor]) -> None:
+        for buffer, rows in zip(pool.buffers, kv, strict=True):
+            buffer[pool.target] = rows
+        pool.turn(use_kernel=False)
+
+    copies = {"encode": _best(read), "decode": _best(partial(write, read()))}
     layers, *head = SHAPES["llama3-8b"]
     shape = (2, num_variants, layers, num_tokens // num_variants, *head)
     generator = torch.Generator().manual_seed(0)

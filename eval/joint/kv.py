@@ -155,4 +155,4 @@ class ModelKv:
     def _turn(self, pool: Pool, old: Tensor, new: Tensor) -> None:
         """Keys of all slots, to other positions."""
         slots = torch.arange(len(old))
-        KeyTurn(pool, self._table, old, slots, new)(range(len(pool.k_buffer)))  # type: ignore[arg-type]
+        KeyTurn(pool, self._table, old, slots, new)(range(len(pool.k_buffer)))

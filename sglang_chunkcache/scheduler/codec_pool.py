@@ -88,8 +88,9 @@ class CodecPool(HostPool):
         self, device_slots: Tensor, slots: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """As many at a time as there are rows."""
-        pieces = zip(device_slots.split(ROW_SLOTS), slots.split(ROW_SLOTS), strict=True)
-        for of_device, of_host in pieces:
+        for start in range(0, len(slots), ROW_SLOTS):
+            of_host = slots[start : start + ROW_SLOTS]
+            of_device = device_slots[start : start + ROW_SLOTS]
             yield self._rows[: len(of_host)], of_device, of_host
 
     def _as_rows(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

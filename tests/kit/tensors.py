@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -358,10 +358,9 @@ class PoolHost:
 
     def __init__(self, runner: Any, codec: str = "none", num_bytes: int = 1 << 20) -> None:
         pool, kept_as = runner.token_to_kv_pool, CODECS[codec]
-        is_plain = not isinstance(kept_as, Quantized)
-        self.pool = (
-            HostPool(pool, num_bytes) if is_plain else CodecPool(pool, num_bytes, codec=kept_as)
-        )
+        self.pool = HostPool(pool, num_bytes)
+        if isinstance(kept_as, Quantized):
+            self.pool = CodecPool(pool, num_bytes, codec=kept_as)
         self._book = SlotBook()
 
     def room(self, num_tokens: int) -> HostSlots | None:
@@ -379,7 +378,7 @@ class Scene:
 
     def __init__(self, runner: Any) -> None:
         self.runner = runner
-        self.host: Any = PoolHost(runner)
+        self.host = cast("Any", PoolHost(runner))
         self.config = ChunkCacheConfig(
             reuse="fused", recompute_attention="masked", selectors="eval.selectors"
         )
@@ -467,8 +466,8 @@ class Scene:
         attention = Counting(shape, scale=scale)
         attention.fails = fails
         chosen = {"kind": "sparse", "kernel": "reference", "reason": "a test", "ms": {}}
-        of = self.runner, self.fusion_pass.table, self.config
-        return FusionPass(*of, self.host, (attention, chosen))
+        table = self.fusion_pass.table
+        return FusionPass(self.runner, table, self.config, self.host, (attention, chosen))
 
 
 class Counting(ReferenceAttention):

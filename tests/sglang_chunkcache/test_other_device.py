@@ -130,13 +130,7 @@ def flashinfer_on(device: OtherDevice, wrapper: type[Any]) -> Any:
                     self.__dict__.update(mine)
             return tree_map(OtherTensor, found)
 
-    def merge_state_in_place(*states: Any) -> None:
-        with device.as_kernel(states=states) as inside:
-            flashinfer.merge_state_in_place(*inside["states"])
-
-    return SimpleNamespace(
-        BatchPrefillWithPagedKVCacheWrapper=Wrapper, merge_state_in_place=merge_state_in_place
-    )
+    return SimpleNamespace(BatchPrefillWithPagedKVCacheWrapper=Wrapper)
 
 
 @dataclass

@@ -377,6 +377,7 @@ def test_what_a_codec_keeps_is_what_is_moved(
     for chunk in "BE":
         moved = scene.kv(TARGET[slice(*HERE[chunk])])[1]
         assert torch.equal(moved, held_kv(scene.sources[chunk].facts.blob)[1])
+    assert blob is not None
     entry: Any = SimpleNamespace(kv=[each.flip(1) for each in blob.reader()()])
     blob.writer()(entry)
     assert all(map(torch.equal, blob.reader()(), entry.kv))
