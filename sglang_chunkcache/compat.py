@@ -151,3 +151,8 @@ def create_host_pool(device_pool: Any, num_bytes: int, *, pin_memory: bool, labe
         more["device_capacity_tokens"] = device_pool.size
     how = {"pin_memory": pin_memory, "pool_label": label, **more}
     return MHATokenToKVPoolHost(of, 0.0, num_bytes / 1e9, 1, "layer_first", **how)
+
+
+def dcp_size(args: Any) -> int:
+    """Ranks of decode context parallelism, each with a part of a page. 1 where there is none."""
+    return int(getattr(args, "dcp_size", None) or 1)

@@ -27,10 +27,11 @@ def stock_only(args: Any, model: Any, config: ChunkCacheConfig) -> list[str]:
     """What only SGLang's own trees serve. `model`: SGLang's ModelConfig."""
     from sglang.srt.mem_cache.kv_cache_builder import uses_ssm_state
 
+    from sglang_chunkcache import compat
     from sglang_chunkcache.plugin import BACKEND
 
     # with decode context parallelism a page of the tree is one of each of its ranks
-    dcp_size = getattr(args, "dcp_size", 1) or 1
+    dcp_size = compat.dcp_size(args)
     page_size = (args.page_size or 1) * dcp_size
     dcp = f" --dcp-size {dcp_size}" if dcp_size > 1 else ""
     checks = {

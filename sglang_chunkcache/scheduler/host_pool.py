@@ -228,7 +228,8 @@ def pool_of_all_ranks(
     if problem is not None or pool is None:
         if pool is not None:
             pool.close()
-        if asked := [f"{flag_name(f)} {getattr(config, f)}" for f in flags if getattr(config, f)]:
+        sizes = {flag_name(name): vars(config)[name] for name in flags}
+        if asked := [f"{flag} {size}" for flag, size in sizes.items() if size]:
             raise ValueError(f"{', '.join(asked)}: {problem}")
         logger.warning("chunk cache: no KV pool in host memory: %s", problem)
         return None
