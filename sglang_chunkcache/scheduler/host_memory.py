@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from sglang.srt.mem_cache.host_memory import available_host_memory_bytes
 from sglang.srt.mem_cache.pool_host.base import HICACHE_HOST_MEMORY_RESERVE_BYTES, ranks_per_host
@@ -77,6 +78,15 @@ def machine_bytes(use: Use, ctx: Any, *, taken: int = 0) -> int:
         is_pinned=is_device,
     )
     return int(group.broadcast_object(found))
+
+
+def rank_bytes(ctx: Any) -> int:
+    """Of the memory that is available, one rank's share."""
+    try:
+        available = available_host_memory_bytes()
+    except RuntimeError:  # no container's limit can be read: the machine's
+        available = psutil.virtual_memory().available
+    return int(available // (ranks_per_host() * ctx.server_args.dp_size))
 
 
 def has_own_memory(allocator: Any) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
 from sglang.srt.model_executor.cuda_graph_config import Backend, check_cuda_graph_backend
 from sglang.srt.model_executor.cuda_graph_config import Phase as GraphPhase
 from torch import Tensor
@@ -29,6 +30,7 @@ from sglang_chunkcache.scheduler.host_memory import (
     STORE,
     has_own_memory,
     machine_bytes,
+    rank_bytes,
 )
 from sglang_chunkcache.scheduler.layer_loads import LayerLoads
 from sglang_chunkcache.scheduler.pricing import Pricing
@@ -220,7 +222,10 @@ def pool_of_all_ranks(
             # A graph of whole prefills replays attention without asking for layers.
             is_replayed = check_cuda_graph_backend(GraphPhase.PREFILL, Backend.FULL)
             is_layered = not is_replayed and _attends_in_all(runner.model, device_pool.layer_num)
-            pool = create(device_pool, size(), is_layered=is_layered)
+            num_bytes = size()
+            # HiCache leaves 10 GiB of any machine; host_memory.py says what is left here
+            with host_memory_budget_scope(rank_bytes(ctx)):
+                pool = create(device_pool, num_bytes, is_layered=is_layered)
     except (ValueError, RuntimeError, OSError, MemoryError) as error:
         problem = str(error)
     if group.world_size > 1:
