@@ -39,7 +39,7 @@ class Captures(CaptureQueue):
             scored=own.scored,
             max_waiting=MAX_WAITING_CAPTURES,
             max_tokens=self._num_copied,
-            token_bytes=fusion_pass.stored_token_bytes,
+            token_bytes=fusion_pass.host.pool.token_bytes,
         )
         self._pass = fusion_pass
         self._under_way: deque[tuple[Waiting, Captured]] = deque()

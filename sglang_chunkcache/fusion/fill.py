@@ -196,10 +196,6 @@ class FusionPass:
             taken.pop_all()  # nothing has failed
         return captured
 
-    @property
-    def stored_token_bytes(self) -> int:
-        return self.host.pool.token_bytes
-
     def stats(self) -> dict[str, Any]:
         """Seconds and tokens since the start, by phase; what the pass attends with, how often it
         had to do without (`fallbacks`); how far an element may be off in the store."""

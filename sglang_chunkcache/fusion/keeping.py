@@ -59,7 +59,7 @@ class StoreKeeper:
         in_host_memory: Callable[[TreeNode], bool] | None,
     ) -> None:
         self._store, self._sources, self._tier, self._metrics = store, sources, tier, metrics
-        self._outward, self._token_bytes = fusion_pass.outward, fusion_pass.stored_token_bytes
+        self._outward, self._token_bytes = fusion_pass.outward, fusion_pass.host.pool.token_bytes
         self.captures = Captures(copies, fusion_pass, store)
         self._in_host_memory = in_host_memory or (lambda node: False)
         self._kv_bytes, self._saved_bytes = (dict.fromkeys(KINDS, 0) for _ in range(2))

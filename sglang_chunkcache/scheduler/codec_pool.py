@@ -63,7 +63,7 @@ class CodecPool(HostPool):
             are_kept += [each.isfinite().all() for each in parts[2:]]
             for side, encoded in zip(self._row_sides, self._as_rows(parts), strict=True):
                 for layer, row in zip(side, encoded, strict=True):
-                    layer[rows] = row
+                    layer[1 : len(rows) + 1] = row
             super().save(rows, of_host)
         return are_kept
 
@@ -71,7 +71,7 @@ class CodecPool(HostPool):
         for rows, of_device, of_host in self._pieces(device_slots, slots):
             super().copy(of_host, rows, layers)
             for layer in layers:
-                encoded = [side[layer][rows].unsqueeze(0) for side in self._row_sides]
+                encoded = (side[layer][None, 1 : len(rows) + 1] for side in self._row_sides)
                 keys, values = self.codec.decode(self._parts(*encoded))
                 self._kv_pool.k_buffer[layer][of_device] = keys[0]
                 self._kv_pool.v_buffer[layer][of_device] = values[0]
@@ -98,7 +98,7 @@ class CodecPool(HostPool):
         return self._row_of(parts[0], parts[2]), self._row_of(parts[1], parts[3])
 
     def _row_of(self, data: Tensor, scales: Tensor) -> Tensor:
-        rows = data.new_zeros((*data.shape[:-1], self._device_pool.head_dim))
+        rows = data.new_empty((*data.shape[:-1], self._device_pool.head_dim))
         rows[..., : self._data_bytes] = data
         rows[..., self._data_bytes : self._row_bytes] = scales.unsqueeze(-1).view(torch.uint8)
         return rows

@@ -119,7 +119,7 @@ class FakePass:
     def __init__(
         self, contents: Contents, rows: Any, config: ChunkCacheConfig, host: HostNodes
     ) -> None:
-        self.host, self.stored_token_bytes = host, host.pool.token_bytes
+        self.host = host
         self.contents, self.rows, self.config = contents, rows, config
         self.pricing = Pricing(
             SimpleNamespace(device="cpu", tp_group=SimpleNamespace(world_size=1))
