@@ -8,7 +8,8 @@ group for frees that SGLang groups; in pages from 0.5.22 on. Slot 0 is poisoned 
 padding, and rows of the request table that were never written point to it. On the CPU a forward
 pass is over when its call returns, so no forward still reads what is freed.
 
-Loads from host memory come beside forwards and passes, however short they are.
+Loads from host memory come beside forwards and passes, however short they are. What an exact
+request loads is compared, bit by bit, with what was saved; a difference ends the scheduler.
 
 SGLang's processes import the main module again, so that the patches below are in the scheduler as
 well. With `SABOTAGE_VAR` naming a file, moving KV on the device does nothing while that file
@@ -18,6 +19,7 @@ an error, and so does computing them instead. Calibrating takes the time that it
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 from pathlib import Path
@@ -98,6 +100,57 @@ def _install_sabotage(switch: Path) -> None:
     setattr(FusionPass, "run", run_unless_sabotaged)  # noqa: B010 (mypy takes no assignment)
 
 
+def _compare_loads() -> None:
+    """KV that exact requests load is what its host slots were given, when its forward is over."""
+    from sglang_chunkcache.scheduler.host_pool import HostPool
+
+    save, write, load, finish = HostPool.save, HostPool.write, HostPool.load, HostPool.finish
+    saved: dict[int, bytes] = {}
+    loaded: list[tuple[torch.Tensor, list[bytes]]] = []
+
+    def note(slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        saved.update(zip(slots.tolist(), _bits(keys, values), strict=True))
+
+    def noting_save(pool: Any, device_slots: torch.Tensor, slots: torch.Tensor) -> Any:
+        if type(pool) is HostPool:
+            note(slots, *_sides(pool._device_pool, device_slots))
+        return save(pool, device_slots, slots)
+
+    def noting_write(pool: Any, slots: torch.Tensor, *kv: torch.Tensor) -> None:
+        if type(pool) is HostPool:
+            note(slots, *kv)
+        write(pool, slots, *kv)
+
+    def noting_load(pool: Any, slots: torch.Tensor, device_slots: torch.Tensor, **how: Any) -> None:
+        loaded.append((device_slots, [saved[slot] for slot in slots.tolist()]))
+        load(pool, slots, device_slots, **how)
+
+    def comparing_finish(pool: Any) -> bool:
+        has_failed = finish(pool)
+        for device_slots, given in loaded:
+            assert _bits(*_sides(pool._device_pool, device_slots)) == given, "other bits are loaded"
+        loaded.clear()
+        return has_failed
+
+    instead = (noting_save, noting_write, noting_load, comparing_finish)
+    for name, each in zip(("save", "write", "load", "finish"), instead, strict=True):
+        setattr(HostPool, name, each)
+
+
+def _sides(pool: Any, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values, [num_layers, num_tokens, num_kv_heads, head_dim] each."""
+    keys, values = (
+        torch.stack([layer[slots] for layer in side]) for side in (pool.k_buffer, pool.v_buffer)
+    )
+    return keys, values
+
+
+def _bits(keys: torch.Tensor, values: torch.Tensor) -> list[bytes]:
+    """A digest of each token's."""
+    both = torch.stack((keys, values)).movedim(2, 0).contiguous().flatten(1).view(torch.uint8)
+    return [hashlib.blake2b(each.tobytes(), digest_size=16).digest() for each in both.numpy()]
+
+
 def _calibrate_on_all_prompts() -> None:
     """However slow the machine is."""
     from sglang_chunkcache.fusion import calibration_trial
@@ -114,6 +167,7 @@ def _hide_all_loads() -> None:
 if __name__ in ("__main__", "__mp_main__"):
     install()
     _hide_all_loads()
+    _compare_loads()
     if os.environ.get(SABOTAGE_VAR):
         _install_sabotage(Path(os.environ[SABOTAGE_VAR]))
         _calibrate_on_all_prompts()

@@ -18,6 +18,12 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 RETRACT = {"SGLANG_TEST_RETRACT": "1"}
 BATCHES = [*mixed_load.FLAGS, "--chunked-prefill-size", "512"]
 """Prompts are prefilled whole and several at once."""
+CROWD_POOL_TOKENS = 6400
+CROWD = [
+    *(*BATCHES, "--max-total-tokens", str(CROWD_POOL_TOKENS)),
+    *("--max-running-requests", "256"),
+]
+"""With 256 clients some dozens run, and the others wait."""
 TIERS = [
     *(*mixed_load.TIGHT, "--chunkcache-host-mib", "1", "--chunkcache-store-mib", "1"),
     *("--chunkcache-store-chunks", "1000", "--chunkcache-store-codec", "int4"),
@@ -28,18 +34,24 @@ TIERS = [
 
 
 @pytest.mark.parametrize(
-    ("flags", "pool_tokens", "num_requests", "env"),
+    ("flags", "pool_tokens", "num_requests", "clients", "env"),
     [
-        (mixed_load.FLAGS, mixed_load.POOL_TOKENS, 500, {}),
-        (mixed_load.TIGHT, mixed_load.TIGHT_POOL_TOKENS, 500, {}),
-        (mixed_load.TIGHT, mixed_load.TIGHT_POOL_TOKENS, 200, RETRACT),
-        (TIERS, mixed_load.TIGHT_POOL_TOKENS, 250, {}),
-        (BATCHES, mixed_load.POOL_TOKENS, 250, {}),
+        (mixed_load.FLAGS, mixed_load.POOL_TOKENS, 500, 8, {}),
+        (mixed_load.TIGHT, mixed_load.TIGHT_POOL_TOKENS, 500, 8, {}),
+        (mixed_load.TIGHT, mixed_load.TIGHT_POOL_TOKENS, 200, 8, RETRACT),
+        (TIERS, mixed_load.TIGHT_POOL_TOKENS, 250, 8, {}),
+        (BATCHES, mixed_load.POOL_TOKENS, 250, 8, {}),
+        (CROWD, CROWD_POOL_TOKENS, 600, 256, {}),
     ],
-    ids=["roomy", "tight", "retract", "tiers", "batches"],
+    ids=["roomy", "tight", "retract", "tiers", "batches", "crowd"],
 )
 def test_mixed_load(
-    tmp_path: Path, flags: list[str], pool_tokens: int, num_requests: int, env: dict[str, str]
+    tmp_path: Path,
+    flags: list[str],
+    pool_tokens: int,
+    num_requests: int,
+    clients: int,
+    env: dict[str, str],
 ) -> None:
     """Requests wait, are evicted and, in the last case, retracted while their chunks are moved."""
     num_requests = scaled(num_requests, 60)
@@ -48,7 +60,7 @@ def test_mixed_load(
     audits = ["--chunkcache-audit-share", "0.2", "--chunkcache-audit-agreement", "0"]
     flags = [*(flag.replace("FOLDER", str(tmp_path / "kept")) for flag in flags), *audits]
     with Server(flags, log=log, launcher=mixed_load.POISONED, env={**STRICT, **env}) as server:
-        sizes = {"clients": 8, "seed": 0, "pool_tokens": pool_tokens}
+        sizes = {"clients": clients, "seed": 0, "pool_tokens": pool_tokens}
         found = mixed_load.soak(server.url, num_requests, **sizes)
         stats = get(server.url + "/chunkcache/stats")
         rank, audit = stats["ranks"][0], stats["audit"]
@@ -68,6 +80,6 @@ def test_mixed_load(
         assert min(host["loads"], host["evicted_tokens"], loaded) > 0, (host, loaded)
         assert rank["storage"]["problems"] == {}
         kept, saved = (sum(rank["store"][name].values()) for name in ("bytes", "saved_bytes"))
-        assert saved > 2.7 * kept, "int4 saves 2.76 times what it keeps"
+        assert saved > 2.5 * kept, "int4 saves 2.56 times what it keeps: rows of 72 bytes, not 256"
         assert min(rank["storage"]["prefetch"].values()) > 0, rank["storage"]["prefetch"]
     assert ("retract" in log.read_text().lower()) == bool(env)

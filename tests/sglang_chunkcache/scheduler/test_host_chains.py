@@ -369,6 +369,22 @@ def test_node_that_is_read_does_not_leave(scheduler: HostScheduler) -> None:
     scheduler.check()
 
 
+def test_head_stays_while_a_chain_needs_it(scheduler: HostScheduler) -> None:
+    """Though it was used least."""
+    known(scheduler, A)
+    nodes = scheduler.cache.tiers.host.nodes
+    head, host = nodes.get(host_node(scheduler, A).before), host_node(scheduler, A)
+    assert head is not None
+    for _ in range(3):
+        nodes.index.held.use(host)
+    blob = nodes.room(nodes.pool.num_free + 1)
+    assert blob is not None
+    assert nodes.get(head.chain_key) is head
+    assert scheduler.on_host() == set()
+    blob.give_back()
+    scheduler.check()
+
+
 def test_what_is_behind_a_gap_waits_for_it(scheduler: HostScheduler) -> None:
     """No request comes to B without A, so the front is not told of it before A is back."""
     known(scheduler, A, B)
