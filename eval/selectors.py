@@ -36,7 +36,7 @@ class RandomTokens(Selector):
         self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
     ) -> Selection:
         """No token is drawn twice."""
-        return Selection(tuple(_draw(chunk, request) for chunk in chunks), (None,) * len(chunks))
+        return Selection.of(chunks, [_draw(chunk, request) for chunk in chunks])
 
 
 class MostAttended(Selector):
@@ -58,7 +58,7 @@ class MostAttended(Selector):
             for chunk, scores in zip(chunks, received, strict=True)
         )
         unscored = any(scores is None for scores in received)
-        return Selection(offsets, (None,) * len(chunks), (Fallback.UNSCORED,) if unscored else ())
+        return Selection.of(chunks, offsets, fallbacks=(Fallback.UNSCORED,) if unscored else ())
 
 
 class AllLayers(QueryGuided):
@@ -86,7 +86,7 @@ class SameSet(Selector):
             for chunk in chunks
             for is_same in [{*chunk.prefix_old} == {*chunk.prefix_new} and not chunk.other_head]
         )
-        return Selection(offsets, (None,) * len(chunks))
+        return Selection.of(chunks, offsets)
 
 
 def _draw(chunk: MovedChunk, request: FusionRequest) -> Tensor:

@@ -117,7 +117,7 @@ BUILT = REVIEWED._replace(
     piece_reads=7,
     is_planned=True,
     # half of the CPU time of one of this machine's cores (--time-choice): a server's is faster
-    choose_s=((2048, 0.6e-3), (8192, 2.3e-3), (32_768, 11e-3)),
+    choose_s=((2048, 0.6e-3), (8192, 1.6e-3), (32_768, 7.1e-3)),
     recompute_s=PLAN_S + RECOMPUTE_LAUNCHES * LAUNCH_S,
     evidence_waits=2,
     load_s=LAUNCH_S,

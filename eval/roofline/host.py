@@ -9,8 +9,7 @@ import torch
 from eval.roofline.model import CHUNK_TOKENS, Prompt
 from radix_ext import ChunkId, FusionRequest
 from sglang_chunkcache.attention.base import PassSequence
-from sglang_chunkcache.fusion.choosing import positions_of
-from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, positions_of
 from sglang_chunkcache.fusion.selectors.critical import SELECTOR
 
 REPEATS = 3
@@ -35,10 +34,11 @@ def choice_s(prompt: Prompt) -> float:
     ids = torch.arange(num_tokens)
 
     def choose() -> None:
-        SELECTOR.candidates(chunks, request, asked)
+        named = SELECTOR.candidates(chunks, request, asked)
+        assert len(positions_of(chunks)[named])
         selection = SELECTOR.select(chunks, request, evidence)
-        positions = sorted(positions_of(chunks, selection.offsets))
-        PassSequence.of_row(ids, ids, torch.tensor(positions, dtype=torch.int64))
+        positions = positions_of(chunks)[selection.tokens].sort().values
+        PassSequence.of_row(ids, ids, positions)
 
     times, num_threads = [], torch.get_num_threads()
     # One: others would spin on cores that a busy machine does not give them.

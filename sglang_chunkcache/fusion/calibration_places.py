@@ -23,7 +23,6 @@ from radix_ext import FusionRequest
 from radix_ext.chunk import ChunkId
 from sglang_chunkcache.attention.base import PassSequence, SparseRequest
 from sglang_chunkcache.attention.masked import Observer, SequenceAttention
-from sglang_chunkcache.fusion.choosing import positions_of
 from sglang_chunkcache.fusion.measure import (
     DeviationProbe,
     Head,
@@ -33,7 +32,7 @@ from sglang_chunkcache.fusion.measure import (
 )
 from sglang_chunkcache.fusion.recompute import run_pass
 from sglang_chunkcache.fusion.selectors import critical
-from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, positions_of
 from sglang_chunkcache.fusion.selectors.top_k import highest, jointly_highest, num_critical
 from sglang_chunkcache.fusion.trial_rows import Means, Row
 from sglang_chunkcache.wire.state import CalibrationPrompt
@@ -136,22 +135,19 @@ class Place:
         request = FusionRequest("critical", ratio, depth=depth, layer=layer)
         chunks = self._chunks(heads)
         seen = Evidence(self.question(layer))
-        offsets = critical.SELECTOR.candidates(chunks, request, seen)
-        named = torch.cat(
-            [chunk.start + chosen for chunk, chosen in zip(chunks, offsets, strict=True)]
-        )
+        named = positions_of(chunks)[critical.SELECTOR.candidates(chunks, request, seen)]
         return Measured(chunks, Evidence(seen.question, None, self.deviation(depth, named)), named)
 
-    def highest(self, scores: Tensor, ratio: float) -> list[int]:
+    def highest(self, scores: Tensor, ratio: float) -> Tensor:
         """Positions of that share of the chunk tokens."""
         chunks = self._chunks(())
-        return positions_of(chunks, jointly_highest(scores, chunks, ratio))
+        return positions_of(chunks)[jointly_highest(scores, chunks, ratio)]
 
-    def kl(self, positions: Sequence[int]) -> float:
+    def kl(self, positions: Tensor) -> float:
         """With these tokens recomputed."""
         trial = self.trial
         self._restore()
-        if positions:
+        if len(positions):
             # As in service, so the pass's errors count, too.
             self._means.recompute(trial.moved, trial.ids, [positions])
         return trial.kl()
@@ -226,12 +222,11 @@ class Measured:
         assert self.seen.deviation is not None
         return self.seen.deviation[self.named]
 
-    def choose(self, ratio: float, above: float | None = None) -> list[int]:
+    def choose(self, ratio: float, above: float | None = None) -> Tensor:
         """Positions that the selector chooses."""
         request = FusionRequest("critical", ratio, above=above)
-        return positions_of(
-            self.chunks, critical.SELECTOR.select(self.chunks, request, self.seen).offsets
-        )
+        selection = critical.SELECTOR.select(self.chunks, request, self.seen)
+        return positions_of(self.chunks)[selection.tokens]
 
 
 class _Outward(Observer):

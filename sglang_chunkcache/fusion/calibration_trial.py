@@ -149,7 +149,7 @@ class _Search:
         expected, moved = 0.0, list[float]()
         for place in places:
             started = time.perf_counter()
-            kl = place.kl([])
+            kl = place.kl(torch.arange(0))
             expected += 3 * num_choices * (time.perf_counter() - started)
             # Both places of the first prompt are tried, however long they take.
             if len(moved) >= NUM_PLACES and expected > MAX_SECONDS * 2 / 3:
@@ -223,7 +223,7 @@ class _Search:
             best = _first_of_best(tried, otherwise=max(tried, key=tried.__getitem__))
             wanted = best - step, best + step
 
-    def _gain(self, chosen: Iterable[Sequence[int]]) -> float:
+    def _gain(self, chosen: Iterable[Tensor]) -> float:
         """Of what is recomputed in each place."""
         pairs = zip(self._places, chosen, strict=True)
         left = fmean(place.kl(positions) for place, positions in pairs)

@@ -27,7 +27,7 @@ from sglang_chunkcache.fusion.measure import (
 )
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.selectors import focus
-from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selector
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selector, positions_of
 from sglang_chunkcache.scheduler.pricing import Pricing
 
 
@@ -38,8 +38,9 @@ class Chooser:
         self._runner, self._config, self._pricing = runner, config, pricing
         self._layers: int = runner.token_to_kv_pool.layer_num
 
-    def choose(self, moves: Sequence[Move]) -> list[list[int]]:
-        """Positions to compute, per move: the selector's critical tokens and all of the gaps."""
+    def choose(self, moves: Sequence[Move]) -> list[Tensor]:
+        """Positions to compute, per move, [n] int64 CPU, ascending: the selector's critical tokens
+        and all of the gaps."""
         choosers = [self._selector_of(move.fusion) for move in moves]
         needs = [set(chooser.needs) for chooser in choosers]
         for move, need in zip(moves, needs, strict=True):
@@ -63,13 +64,15 @@ class Chooser:
                     for chunk, offsets in zip(chunks, selection.offsets, strict=True)
                     if len(offsets) == chunk.num_tokens
                 )
-            positions = positions_of(chunks, selection.offsets)
+            positions = positions_of(chunks)[selection.tokens]
             move.recomputed_len = len(positions)
-            for piece in move.plan.pieces:
-                if piece.source is None:
-                    positions += range(piece.start, piece.end)
+            gaps = [
+                torch.arange(piece.start, piece.end)
+                for piece in move.plan.pieces
+                if piece.source is None
+            ]
             # Gaps lie between chosen tokens, and `SparseRequest` takes ascending positions alone.
-            critical.append(sorted(positions))
+            critical.append(torch.cat([positions, *gaps]).sort().values)
         return critical
 
     # Private, in order of use
@@ -101,6 +104,8 @@ class Chooser:
             named = self._selector_of(moves[i].fusion).candidates(
                 chunks_of[i], moves[i].fusion, evidence[i]
             )
+            if named is not None:
+                named = positions_of(chunks_of[i])[named]
             probes.append(_deviation_probe(moves[i], named))
         with self._pricing.timed(Phase.DEVIATION, one_call(map(self._deviation_work, probes))):
             deviations = deviation_evidence(self._runner, probes)
@@ -150,15 +155,6 @@ def _layers_read(fusion: FusionRequest, num_layers: int) -> range:
     return range(num_layers) if Need.ALL_LAYERS in fusion.needs else range(last - 1, last)
 
 
-def positions_of(chunks: Sequence[MovedChunk], offsets: Sequence[Tensor]) -> list[int]:
-    """Of the tokens chosen in each chunk, ascending where the offsets are."""
-    return [
-        chunk.start + int(at)
-        for chunk, chosen in zip(chunks, offsets, strict=True)
-        for at in chosen
-    ]
-
-
 def one_call(works: Iterable[Work]) -> Work:
     """One call for all of them."""
     calls, tokens, pairs = map(sum, zip(Work(), *works, strict=True))
@@ -190,14 +186,7 @@ def _spans(move: Move) -> tuple[tuple[int, int], ...]:
     return tuple((piece.start, piece.end) for piece in move.moved)
 
 
-def _deviation_probe(move: Move, named: Sequence[Tensor] | None) -> DeviationProbe:
-    """named: offsets per moved chunk; None: all."""
-    spans, candidates = _spans(move), None
-    if named is not None:
-        candidates = torch.cat(
-            [offsets + start for offsets, (start, _) in zip(named, spans, strict=True)]
-        )
+def _deviation_probe(move: Move, candidates: Tensor | None) -> DeviationProbe:
     assert move.fusion.depth is not None, "resolved by the calibration"
-    return DeviationProbe(
-        ids_of(move.token_ids)[move.plan.start :], move.slots, spans, move.fusion.depth, candidates
-    )
+    ids = ids_of(move.token_ids)[move.plan.start :]
+    return DeviationProbe(ids, move.slots, _spans(move), move.fusion.depth, candidates)

@@ -209,8 +209,8 @@ class FusionPass:
             "tokens": dict(self.num_tokens),
         }
 
-    def _compute(self, moves: Sequence[Move], critical: Sequence[list[int]]) -> None:
-        work = [each for each in zip(moves, critical, strict=True) if each[1]]
+    def _compute(self, moves: Sequence[Move], critical: Sequence[Tensor]) -> None:
+        work = [each for each in zip(moves, critical, strict=True) if len(each[1])]
         self.num_tokens["recomputed"] += sum(move.recomputed_len for move in moves)
         self.num_tokens["gap"] += sum(move.plan.gap_len for move in moves)
         if not work:
@@ -254,8 +254,7 @@ class FusionPass:
             self.seconds[phase] += time.perf_counter() - started
 
 
-def _sequence(move: Move, critical: Sequence[int]) -> PassSequence:
-    positions = torch.tensor(critical, dtype=torch.int64)
+def _sequence(move: Move, positions: Tensor) -> PassSequence:
     return PassSequence.of_row(ids_of(move.token_ids), move.slots, positions)
 
 

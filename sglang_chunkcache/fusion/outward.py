@@ -13,7 +13,6 @@ calibration has none, and `critical` compares all its tokens.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
@@ -122,7 +121,7 @@ class OutwardWatch:
                 del backend.forward_extend
 
     def watch_pass(
-        self, work: Iterable[tuple[Move, Sequence[int]]]
+        self, work: Iterable[tuple[Move, Tensor]]
     ) -> AbstractContextManager[Measure | None]:
         """Around the pass over these moves at these positions, ascending: the `outward` of moves
         with chunks among their gaps. Yields what the pass calls in each layer, if anything, once
@@ -187,7 +186,7 @@ class OutwardWatch:
                 yield self._job(state(req).outward, chunks, start, row, length, cached)
             row += length
 
-    def _gaps(self, work: Iterable[tuple[Move, Sequence[int]]]) -> Iterator[_Job]:
+    def _gaps(self, work: Iterable[tuple[Move, Tensor]]) -> Iterator[_Job]:
         row = 0
         for move, positions in work:
             gaps = _merged(
@@ -199,7 +198,7 @@ class OutwardWatch:
             move.outward = rows if gaps else None
             for start, end in gaps:
                 # All tokens of a gap run, so they are adjacent rows of the pass.
-                first = row + bisect_left(positions, start)
+                first = row + int(torch.searchsorted(positions, start))
                 yield self._job(rows, move.spans, start, first, end - start, move.slots[:end])
             row += len(positions)
 

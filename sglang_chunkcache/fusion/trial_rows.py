@@ -95,11 +95,14 @@ class Means:
         return run_extend(self.runner, row.number, token_ids, start, end)
 
     def recompute(
-        self, row: Row, token_ids: Sequence[int] | Tensor, requests: Sequence[Sequence[int]]
+        self,
+        row: Row,
+        token_ids: Sequence[int] | Tensor,
+        requests: Sequence[Sequence[int] | Tensor],
     ) -> Tensor:
         """Our pass over positions of the row, each request's ascending; [total, hidden_size]."""
         ids = torch.as_tensor(token_ids)
-        sequences = [PassSequence.of_row(ids, row.slots, torch.tensor(at)) for at in requests]
+        sequences = [PassSequence.of_row(ids, row.slots, torch.as_tensor(at)) for at in requests]
         hidden = run_pass(self.runner, sequences, sparse=self.sparse)
         assert hidden is not None, "no observer ends it"
         return hidden

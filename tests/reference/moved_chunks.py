@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from hypothesis import strategies as st
+from torch import Tensor
 
 from radix_ext import ChunkId
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection
@@ -44,6 +45,13 @@ def make_chunk(
 def as_lists(selection: Selection) -> list[list[int]]:
     """The offsets, to compare."""
     return [offsets.tolist() for offsets in selection.offsets]
+
+
+def by_chunk(chunks: Sequence[MovedChunk], tokens: Tensor | None) -> list[list[int]]:
+    """Tokens as of `Selection`, as offsets."""
+    assert tokens is not None
+    lens = tuple(chunk.num_tokens for chunk in chunks)
+    return as_lists(Selection(tokens, lens, (None,) * len(lens)))
 
 
 @st.composite

@@ -10,11 +10,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from radix_ext import ChunkId, FusionRequest, Need
+from sglang_chunkcache.attention.upload import upload
 from sglang_chunkcache.fusion.store import ChunkScores
 from sglang_chunkcache.wire.report import Fallback
 
@@ -75,15 +78,59 @@ class Evidence:
 
 @dataclass(frozen=True, eq=False)
 class Selection:
-    """The critical tokens, one entry a chunk, in the chunks' order."""
+    """The critical tokens of all chunks.
 
-    offsets: tuple[Tensor, ...]
-    """Each [num_critical] int64 on the CPU, ascending, unique:
-    offsets from the chunk's first token."""
+    chunks    0 1 2 3 | 0 1 2   where they lie in the prompt plays no part
+    tokens    0 1 2 3   4 5 6
+    """
+
+    tokens: Tensor
+    """[num_critical] int64, ascending, unique, among all chunks' tokens, chunk after chunk. As many
+    as its shape says, so a device need not be asked."""
+    lens: tuple[int, ...]
+    """Of the chunks, in tokens."""
     cfo: tuple[float | None, ...]
-    """Cache-Craft's recompute share where it was computed, else None."""
+    """Of each chunk Cache-Craft's recompute share where it was computed, else None."""
     fallbacks: tuple[Fallback, ...] = ()
     """Why tokens were not chosen by the selector's own rule, each reason once."""
+
+    @classmethod
+    def of(
+        cls,
+        chunks: Sequence[MovedChunk],
+        offsets: Sequence[Tensor],
+        cfo: Sequence[float | None] | None = None,
+        fallbacks: tuple[Fallback, ...] = (),
+    ) -> Selection:
+        """Chunk by chunk. offsets: each [num_critical] int64 on the CPU, ascending, unique, from
+        the chunk's first token."""
+        lens = tuple(chunk.num_tokens for chunk in chunks)
+        sizes = torch.tensor([len(each) for each in offsets], dtype=torch.int64)
+        begins = _begins(lens).repeat_interleave(sizes)
+        tokens = torch.cat([torch.empty(0, dtype=torch.int64), *offsets]) + begins
+        return cls(tokens, lens, (None,) * len(lens) if cfo is None else tuple(cfo), fallbacks)
+
+    @property
+    def offsets(self) -> tuple[Tensor, ...]:
+        """As `of` takes them. Their sizes are waited for, where the tokens are on a device."""
+        if not self.lens:
+            return ()
+        tokens, begins = self.tokens.cpu(), _begins(self.lens)
+        parts = tokens.tensor_split(torch.searchsorted(tokens, begins[1:]))
+        return tuple(part - begin for part, begin in zip(parts, begins, strict=True))
+
+    def owners(self) -> Tensor:
+        """[num_critical] int64, on the device of the tokens: the index of each one's chunk."""
+        ends = _begins(self.lens) + torch.tensor(self.lens, dtype=torch.int64)
+        return torch.searchsorted(upload(ends, self.tokens.device), self.tokens, right=True)
+
+
+def positions_of(chunks: Sequence[MovedChunk], device: torch.device | str = "cpu") -> Tensor:
+    """[sum of the chunks' tokens] int64: the prompt position of each, chunk after chunk."""
+    lens = tuple(chunk.num_tokens for chunk in chunks)
+    shifts = torch.tensor([chunk.start for chunk in chunks], dtype=torch.int64) - _begins(lens)
+    counts = torch.tensor(lens, dtype=torch.int64)
+    return upload(shifts.repeat_interleave(counts) + torch.arange(sum(lens)), device)
 
 
 class Selector(ABC):
@@ -96,9 +143,9 @@ class Selector(ABC):
 
     def candidates(
         self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
-    ) -> tuple[Tensor, ...] | None:
-        """Offsets per chunk of the tokens whose deviation is measured,
-        by evidence that has none yet; None: all."""
+    ) -> Tensor | None:
+        """The tokens whose deviation is measured, as `Selection.tokens`, by evidence that has none
+        yet; None: all."""
         return None
 
     def makes_variants(self, request: FusionRequest) -> bool:
@@ -119,3 +166,8 @@ class Selector(ABC):
         Raises:
             ValueError: evidence that does not cover all chunks.
         """
+
+
+def _begins(lens: Sequence[int]) -> Tensor:
+    """[chunks] int64, CPU: where each one's tokens begin among all."""
+    return torch.tensor([0, *accumulate(lens)][: len(lens)], dtype=torch.int64)

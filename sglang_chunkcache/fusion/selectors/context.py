@@ -63,9 +63,8 @@ class ContextGuided(Selector):
                 share = cfo(alpha, next(shares), chunk.num_tokens)
                 cfos.append(share)
                 offsets.append(highest(chunk.scores.context, num_critical(share, chunk.num_tokens)))
-        return Selection(
-            tuple(offsets), tuple(cfos), (Fallback.UNSCORED,) if len(scored) < len(chunks) else ()
-        )
+        unscored = (Fallback.UNSCORED,) if len(scored) < len(chunks) else ()
+        return Selection.of(chunks, offsets, cfos, unscored)
 
 
 SELECTOR = ContextGuided()

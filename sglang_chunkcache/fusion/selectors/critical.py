@@ -35,34 +35,30 @@ class Critical(LargestDeviation):
 
     def candidates(
         self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
-    ) -> tuple[Tensor, ...]:
+    ) -> Tensor:
         """Without evidence from the question, by the context alone."""
         by_context, by_question = proposed_share(request)
-        proposed = [torch.zeros(chunk.num_tokens, dtype=torch.bool) for chunk in chunks]
-        for marks, chosen in zip(proposed, _outward(chunks, by_context), strict=True):
-            marks[chosen] = True
+        proposed = _outward(chunks, by_context)
         if evidence.question is not None:
             asked = jointly_highest(evidence.question, chunks, by_question)
-            for marks, chosen in zip(proposed, asked, strict=True):
-                marks[chosen] = True
-        return tuple(marks.nonzero()[:, 0] for marks in proposed)
+            proposed = proposed.to(asked.device)
+            proposed[asked] = True
+        return proposed.nonzero()[:, 0]
 
 
-def _outward(chunks: Sequence[MovedChunk], share: float) -> tuple[Tensor, ...]:
-    """Per chunk the offsets of the tokens that attended most to what was before it,
-    over all scored chunks together."""
-    outward = [chunk.outward for chunk in chunks]
-    known = [each for each in outward if each is not None]
-    # One share of all: a chunk that looked back more is compared more.
-    chosen = torch.zeros(sum(map(len, known)), dtype=torch.bool)
+def _outward(chunks: Sequence[MovedChunk], share: float) -> Tensor:
+    """[sum of the chunks' tokens] bool, CPU: those that attended most to what was before their
+    chunk, over all scored chunks together."""
+    known = [chunk.outward for chunk in chunks if chunk.outward is not None]
+    # Computed before the calibration, or by a captured graph: all its tokens are compared.
+    is_unknown = torch.tensor([chunk.outward is None for chunk in chunks], dtype=torch.bool)
+    lens = torch.tensor([chunk.num_tokens for chunk in chunks], dtype=torch.int64)
+    chosen = is_unknown.repeat_interleave(lens)
     if known:
-        chosen[highest(torch.cat(known), num_critical(share, len(chosen)))] = True
-    parts = iter(torch.split(chosen, [len(each) for each in known]))
-    return tuple(
-        # Computed before the calibration, or by a captured graph: all its tokens are compared.
-        torch.arange(chunk.num_tokens) if each is None else next(parts).nonzero()[:, 0]
-        for chunk, each in zip(chunks, outward, strict=True)
-    )
+        places = (~chosen).nonzero()[:, 0]
+        # One share of all: a chunk that looked back more is compared more.
+        chosen[places[highest(torch.cat(known), num_critical(share, len(places)))]] = True
+    return chosen
 
 
 SELECTOR = Critical()

@@ -29,7 +29,7 @@ class FirstTokens(Selector):
             else torch.arange(min(fixed, chunk.num_tokens))
             for chunk in chunks
         )
-        return Selection(offsets, (None,) * len(chunks))
+        return Selection.of(chunks, offsets)
 
 
 SELECTOR = FirstTokens()

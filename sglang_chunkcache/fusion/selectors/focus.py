@@ -15,6 +15,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from sglang_chunkcache.attention.upload import upload
 from sglang_chunkcache.fusion.selectors.base import Selection
 
 WINDOW = 3
@@ -55,10 +56,9 @@ def focused_chunks(by_layer: Tensor, *, window: int = WINDOW) -> frozenset[int]:
 def spare_unfocused(selection: Selection, focused: Collection[int]) -> Selection:
     """The selection without the tokens of chunks that are not in `focused` (indices into the
     selection)."""
-    offsets = (
-        chosen if index in focused else chosen[:0] for index, chosen in enumerate(selection.offsets)
-    )
-    return replace(selection, offsets=tuple(offsets))
+    is_focused = torch.tensor([index in focused for index in range(len(selection.lens))])
+    is_kept = upload(is_focused, selection.tokens.device)[selection.owners()]
+    return replace(selection, tokens=selection.tokens[is_kept])
 
 
 def _high_chunks(sums: Tensor) -> frozenset[int]:

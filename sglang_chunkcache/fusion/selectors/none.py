@@ -20,7 +20,7 @@ class NoTokens(Selector):
         self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
     ) -> Selection:
         """Nothing, at ratio 1 too."""
-        return Selection(tuple(torch.arange(0) for _ in chunks), (None,) * len(chunks))
+        return Selection.of(chunks, [torch.arange(0)] * len(chunks))
 
 
 SELECTOR = NoTokens()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from radix_ext import FusionRequest
 from radix_ext.fusion_request import MIN_AUTO
-from sglang_chunkcache.fusion.selectors.base import MovedChunk, Selection
+from sglang_chunkcache.fusion.selectors.base import MovedChunk, Selection, positions_of
 from sglang_chunkcache.wire.report import Fallback
 
 ROUNDING = 1e-9
@@ -36,43 +36,38 @@ def highest(scores: Tensor, k: int) -> Tensor:
             recomputed.
         k: 0 to n.
     Returns:
-        [k] int64, CPU.
+        [k] int64, on the device of the scores; no synchronisation.
     """
     # A stable sort, not topk: topk breaks ties differently from device to device.
-    return scores.cpu().sort(descending=True, stable=True).indices[:k].sort().values
+    return scores.sort(descending=True, stable=True).indices[:k].sort().values
 
 
 def jointly_highest(
     scores: Tensor, chunks: Sequence[MovedChunk], ratio: float, *, above: float | None = None
-) -> tuple[Tensor, ...]:
+) -> Tensor:
     """The highest tokens of all chunks together, so that a chunk that matters more gets more
     (FusionRAG 3.2).
 
     Args:
-        scores: [end] float by prompt position.
+        scores: [end] float by prompt position, any device.
         chunks: disjoint, in any order; ties go to the chunk named first.
         ratio: share of the tokens of all chunks together.
         above: only those with higher scores, `MIN_AUTO` of the tokens at least.
     Returns:
-        Offsets per chunk, as `Selection.offsets`.
+        As `Selection.tokens`, on the device of the scores.
     Raises:
         ValueError: the scores end before a chunk does.
     """
     end = max((chunk.start + chunk.num_tokens for chunk in chunks), default=0)
     if scores.dim() != 1 or len(scores) < end:
         raise ValueError(f"evidence must be [{end}] or longer but is {tuple(scores.shape)}")
-    if not chunks:
-        return ()
     # Chunk after chunk, so that ties go to the chunk named first.
-    moved = torch.cat([scores[chunk.start : chunk.start + chunk.num_tokens] for chunk in chunks])
-    lens = [chunk.num_tokens for chunk in chunks]
+    moved = scores[positions_of(chunks, scores.device)]
     k = num_critical(ratio, len(moved))
     if above is not None:
         # Not `moved > above`: NaN counts as above it.
         k = min(k, max(num_critical(MIN_AUTO, len(moved)), int((~(moved <= above)).sum())))
-    chosen = torch.zeros(len(moved), dtype=torch.bool)
-    chosen[highest(moved, k)] = True
-    return tuple(part.nonzero()[:, 0] for part in torch.split(chosen, lens))
+    return highest(moved, k)
 
 
 def jointly_chosen(
@@ -81,6 +76,6 @@ def jointly_chosen(
     """`jointly_highest` as the request has it. Without scores as the selector `first`, and why."""
     if scores is None:
         offsets = tuple(leading(request.ratio, chunk.num_tokens) for chunk in chunks)
-        return Selection(offsets, (None,) * len(chunks), (missing,))
-    offsets = jointly_highest(scores, chunks, request.ratio, above=request.above)
-    return Selection(offsets, (None,) * len(chunks))
+        return Selection.of(chunks, offsets, fallbacks=(missing,))
+    tokens = jointly_highest(scores, chunks, request.ratio, above=request.above)
+    return Selection(tokens, tuple(chunk.num_tokens for chunk in chunks), (None,) * len(chunks))

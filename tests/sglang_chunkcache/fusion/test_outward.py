@@ -131,7 +131,8 @@ def test_gaps_of_a_pass_are_measured_alike(runner: Any, kind: Any) -> None:
     weights = prefill_weights(runner, TOKENS, SLOTS)
     prefill(runner, TOKENS.tolist(), OTHERS)
     one, other = make_move(SLOTS, gaps=[2]), make_move(OTHERS, gaps=[0, 1])
-    work = [(one, [3, *range(*CHUNKS[2])]), (other, [*range(CHUNKS[0][0], CHUNKS[1][1]), 30, 38])]
+    critical = [3, *range(*CHUNKS[2])], [*range(CHUNKS[0][0], CHUNKS[1][1]), 30, 38]
+    work = [(move, torch.tensor(at)) for move, at in zip((one, other), critical, strict=True)]
     for move, _ in work:
         for piece in move.plan.pieces:
             spoil(runner, move.slots[piece.start : piece.end])
@@ -149,7 +150,7 @@ def test_gaps_of_a_pass_are_measured_alike(runner: Any, kind: Any) -> None:
 
 def test_pass_that_fails_tells_nothing(runner: Any) -> None:
     prefill(runner, TOKENS.tolist(), SLOTS)
-    move, positions = make_move(SLOTS, gaps=[1]), [*range(*CHUNKS[1])]
+    move, positions = make_move(SLOTS, gaps=[1]), torch.arange(*CHUNKS[1])
 
     def fail() -> None:
         with make_watch(runner).watch_pass([(move, positions)]) as measure:

@@ -14,7 +14,7 @@ from radix_ext.fusion_request import BY_CONTEXT, BY_QUESTION
 from sglang_chunkcache.fusion.selectors import get
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk
 from tests.examples import examples
-from tests.reference.moved_chunks import as_lists, cases, make_chunk
+from tests.reference.moved_chunks import as_lists, by_chunk, cases, make_chunk
 from tests.reference.naive_selectors import joint_top
 from tests.reference.sources import make_request
 
@@ -22,9 +22,8 @@ CRITICAL = get("critical")
 
 
 def compared(chunks: Sequence[MovedChunk], ratio: float, evidence: Evidence) -> list[list[int]]:
-    offsets = CRITICAL.candidates(chunks, make_request("critical", ratio), evidence)
-    assert offsets is not None
-    return [each.tolist() for each in offsets]
+    request = make_request("critical", ratio)
+    return by_chunk(chunks, CRITICAL.candidates(chunks, request, evidence))
 
 
 @given(case=cases(), data=st.data(), ratio=st.sampled_from([0.05, 0.15, 0.3, 0.6]))

@@ -11,6 +11,7 @@ from sglang_chunkcache.fusion.selectors.base import Selection
 from sglang_chunkcache.fusion.selectors.focus import focused_chunks, spare_unfocused
 from sglang_chunkcache.wire.report import Fallback
 from tests.examples import examples
+from tests.reference.moved_chunks import make_chunk
 from tests.reference.naive_selectors import predict_focused
 
 
@@ -39,7 +40,8 @@ def test_nothing_to_tell_apart_focuses_on_all(masses: list[float]) -> None:
 
 def test_spare_unfocused_empties_the_others() -> None:
     offsets = tuple(torch.tensor([0, n]) for n in (1, 2, 3))
-    selection = Selection(offsets, (0.5, None, 1.0), (Fallback.UNSCORED,))
+    chunks = [make_chunk(name, 0, 4) for name in "abc"]
+    selection = Selection.of(chunks, offsets, (0.5, None, 1.0), (Fallback.UNSCORED,))
     spared = spare_unfocused(selection, {0, 2})
     assert [each.tolist() for each in spared.offsets] == [[0, 1], [], [0, 3]]
     assert spared.offsets[1].dtype == torch.int64

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import assume, given
@@ -9,9 +11,10 @@ from hypothesis import strategies as st
 
 from radix_ext.fusion_request import MIN_AUTO
 from sglang_chunkcache.fusion.selectors import get
-from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, positions_of
 from sglang_chunkcache.fusion.selectors.top_k import jointly_highest, leading, num_critical
-from tests.reference.moved_chunks import as_lists, cases, make_chunk
+from tests.reference import listed_choice
+from tests.reference.moved_chunks import as_lists, by_chunk, cases, make_chunk
 from tests.reference.naive_selectors import joint_top
 from tests.reference.sources import make_request
 
@@ -49,7 +52,7 @@ def test_joint_equals_the_obvious_form(
 ) -> None:
     chunks, evidence = case
     assert evidence.question is not None
-    fast = [offsets.tolist() for offsets in jointly_highest(evidence.question, chunks, ratio)]
+    fast = by_chunk(chunks, jointly_highest(evidence.question, chunks, ratio))
     spans = [(chunk.start, chunk.start + chunk.num_tokens) for chunk in chunks]
     assert fast == joint_top(evidence.question.tolist(), spans, ratio)
 
@@ -67,7 +70,7 @@ def test_limit_equals_the_obvious_form(
     chosen = jointly_highest(evidence.question, chunks, ratio, above=above)
     spans = [(chunk.start, chunk.start + chunk.num_tokens) for chunk in chunks]
     expected = joint_top(evidence.question.tolist(), spans, ratio, above, MIN_AUTO)
-    assert [offsets.tolist() for offsets in chosen] == expected
+    assert by_chunk(chunks, chosen) == expected
 
 
 @given(case=cases(), data=st.data(), ratio=st.sampled_from([0.1, 0.3, 0.5, 0.9]))
@@ -80,6 +83,39 @@ def test_joint_choice_follows_the_chunks(
     assume(end > 0)
     scores = torch.tensor(data.draw(st.permutations(range(end))), dtype=torch.float32)
     order = data.draw(st.permutations(range(len(chunks))))
-    straight = jointly_highest(scores, chunks, ratio)
-    shuffled = jointly_highest(scores, [chunks[i] for i in order], ratio)
-    assert [x.tolist() for x in shuffled] == [straight[i].tolist() for i in order]
+    named = [chunks[i] for i in order]
+    straight = by_chunk(chunks, jointly_highest(scores, chunks, ratio))
+    shuffled = by_chunk(named, jointly_highest(scores, named, ratio))
+    assert shuffled == [straight[i] for i in order]
+
+
+@given(
+    case=cases(),
+    data=st.data(),
+    ratio=st.sampled_from([0.1, 0.3, 0.9]),
+    above=st.none() | st.floats(0, 1, width=32),
+)
+def test_choice_equals_that_by_lists(
+    case: tuple[list[MovedChunk], Evidence],
+    data: st.DataObject,
+    ratio: float,
+    above: float | None,
+) -> None:
+    """Which tokens, which positions, and what `critical` compares, in any order of chunks."""
+    chunks = data.draw(st.permutations(case[0]))
+    values = st.sampled_from([0.0, 0.5, 1.0, float("nan")])
+    size = max(chunk.start + chunk.num_tokens for chunk in chunks)
+    scores = torch.tensor(data.draw(st.lists(values, min_size=size, max_size=size)))
+    chunks = [
+        replace(c, outward=scores[c.start :][: c.num_tokens]) if data.draw(st.booleans()) else c
+        for c in chunks
+    ]
+    tokens = jointly_highest(scores, chunks, ratio, above=above)
+    expected = listed_choice.jointly_highest(scores, chunks, ratio, above=above)
+    assert by_chunk(chunks, tokens) == [each.tolist() for each in expected]
+    positions = positions_of(chunks)[tokens].tolist()
+    assert positions == listed_choice.positions_of(chunks, expected)
+    request, evidence = make_request("critical", ratio), Evidence(question=scores)
+    compared = by_chunk(chunks, get("critical").candidates(chunks, request, evidence))
+    expected = listed_choice.candidates(chunks, request, evidence)
+    assert compared == [each.tolist() for each in expected]

@@ -1,0 +1,71 @@
+"""Choices over all chunks together, chunk by chunk and token by token, in lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from radix_ext import FusionRequest
+from radix_ext.fusion_request import MIN_AUTO, proposed_share
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk
+from sglang_chunkcache.fusion.selectors.top_k import num_critical
+
+
+def highest(scores: Tensor, k: int) -> Tensor:
+    """[k] int64, ascending; NaN counts as the highest."""
+    return scores.cpu().sort(descending=True, stable=True).indices[:k].sort().values
+
+
+def jointly_highest(
+    scores: Tensor, chunks: Sequence[MovedChunk], ratio: float, *, above: float | None = None
+) -> tuple[Tensor, ...]:
+    """Offsets per chunk."""
+    if not chunks:
+        return ()
+    moved = torch.cat([scores[chunk.start : chunk.start + chunk.num_tokens] for chunk in chunks])
+    lens = [chunk.num_tokens for chunk in chunks]
+    k = num_critical(ratio, len(moved))
+    if above is not None:
+        k = min(k, max(num_critical(MIN_AUTO, len(moved)), int((~(moved <= above)).sum())))
+    chosen = torch.zeros(len(moved), dtype=torch.bool)
+    chosen[highest(moved, k)] = True
+    return tuple(part.nonzero()[:, 0] for part in torch.split(chosen, lens))
+
+
+def candidates(
+    chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
+) -> tuple[Tensor, ...]:
+    """What `critical` compares: offsets per chunk."""
+    by_context, by_question = proposed_share(request)
+    proposed = [torch.zeros(chunk.num_tokens, dtype=torch.bool) for chunk in chunks]
+    for marks, chosen in zip(proposed, _outward(chunks, by_context), strict=True):
+        marks[chosen] = True
+    if evidence.question is not None:
+        asked = jointly_highest(evidence.question, chunks, by_question)
+        for marks, chosen in zip(proposed, asked, strict=True):
+            marks[chosen] = True
+    return tuple(marks.nonzero()[:, 0] for marks in proposed)
+
+
+def _outward(chunks: Sequence[MovedChunk], share: float) -> tuple[Tensor, ...]:
+    outward = [chunk.outward for chunk in chunks]
+    known = [each for each in outward if each is not None]
+    chosen = torch.zeros(sum(map(len, known)), dtype=torch.bool)
+    if known:
+        chosen[highest(torch.cat(known), num_critical(share, len(chosen)))] = True
+    parts = iter(torch.split(chosen, [len(each) for each in known]))
+    return tuple(
+        torch.arange(chunk.num_tokens) if each is None else next(parts).nonzero()[:, 0]
+        for chunk, each in zip(chunks, outward, strict=True)
+    )
+
+
+def positions_of(chunks: Sequence[MovedChunk], offsets: Sequence[Tensor]) -> list[int]:
+    """Of the tokens chosen in each chunk."""
+    return [
+        chunk.start + int(at)
+        for chunk, chosen in zip(chunks, offsets, strict=True)
+        for at in chosen
+    ]
