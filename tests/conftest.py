@@ -45,6 +45,7 @@ def is_nightly(config: pytest.Config) -> bool:
 
 def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("nightly" if is_nightly(config) else "default")
+    config.option.loadscopereorder = False  # by seconds, below, not by number of tests
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -66,7 +67,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves the slow sweeps out unless asked for; then each Hypothesis test is one of them."""
+    """Leaves the slow sweeps out unless asked for; then each Hypothesis test is one of them. What
+    takes longest as one scope begins first, so that no process ends alone."""
+    items.sort(key=lambda item: not item.nodeid.startswith("tests/e2e/"))
     if is_nightly(config):
         for item in items:
             if isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):

@@ -52,14 +52,16 @@ class SequenceAttention:
         """
         num_tokens, num_heads, head_dim = self.queries.shape
         num_keys, num_kv_heads, _ = self.keys.shape
-        keys = self.keys.float().permute(1, 2, 0)[:, None]
+        keys = self.keys.float().permute(1, 2, 0)
         rows = max(1, WEIGHT_BYTES // (4 * num_heads * num_keys))
         for start in range(0, num_tokens, rows):
             end = min(start + rows, num_tokens)
             queries = (
                 self.queries[start:end].float().reshape(end - start, num_kv_heads, -1, head_dim)
             )
-            logits = (queries.permute(1, 2, 0, 3) @ keys).flatten(0, 1).mul_(self.scale)
+            # One product a KV head: for a dimension of heads `matmul` would copy the keys.
+            logits = torch.bmm(queries.permute(1, 2, 0, 3).flatten(1, 2), keys).mul_(self.scale)
+            logits = logits.view(num_heads, end - start, num_keys)
             logits.masked_fill_(self.key_positions > self.positions[start:end, None], float("-inf"))
             yield start, end, logits.softmax(-1)
 
