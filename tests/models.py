@@ -16,6 +16,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 FAMILIES = ("llama", "llama3", "qwen2", "qwen3", "qwen3_yarn", "mistral", "stablelm")
@@ -123,6 +124,7 @@ def make_runner(path: Path, *, dtype: str = "float32") -> Any:
     global _started
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
+    from sglang.srt.eplb.expert_location import set_global_expert_location_metadata
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.runtime_context import SpawnRanks, publish, spawn_world_rank
     from sglang.srt.server_args import prepare_server_args
@@ -152,6 +154,7 @@ def make_runner(path: Path, *, dtype: str = "float32") -> Any:
         bootstrap.init_parallel_runtime(server_args=server_args, device="cpu", dist_port=port)
         _started = True
     bootstrap.init_layer_runtime(model_config=model_config)
+    set_global_expert_location_metadata(None, allow_overwrite=True)  # of the model before
     runner = ModelRunner(
         model_config=model_config,
         mem_fraction_static=0.1,
@@ -164,6 +167,27 @@ def make_runner(path: Path, *, dtype: str = "float32") -> Any:
     runner.init_cuda_graphs()
     gc.collect()
     return runner
+
+
+def let_rotary_write(patch: pytest.MonkeyPatch) -> None:
+    """SGLang's Qwen3-MoE takes the branch of CUDA in bfloat16: rotating writes K/V at the batch's
+    slots (`apply_rope_inplace_with_kvcache`, csrc/elementwise/rope.cuh), attention does not."""
+    from sglang.srt.layers.rotary_embedding.base import RotaryEmbedding
+    from sglang.srt.models import qwen3_moe
+
+    rotate = RotaryEmbedding.forward
+
+    def rotate_and_write(
+        self: Any, *args: Any, fused_set_kv_buffer_arg: Any = None, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        query, key = rotate(self, *args, **kwargs)
+        if (to := fused_set_kv_buffer_arg) is not None:
+            to.k_buffer[to.cache_loc] = key.flatten(1)
+            to.v_buffer[to.cache_loc] = to.value.flatten(1)
+        return query, key
+
+    patch.setattr(RotaryEmbedding, "forward", rotate_and_write)
+    patch.setattr(qwen3_moe, "enable_fused_set_kv_buffer", lambda batch: True)
 
 
 def make_row(runner: Any, slots: Sequence[int] | torch.Tensor, *, index: int = 1) -> int:

@@ -70,8 +70,8 @@ class Observer:
     """Reads what a pass computes. Both methods may raise `StopPass`."""
 
     def on_kv(self, layer_id: int, keys: Tensor, values: Tensor) -> None:
-        """Fresh K/V of the whole pass, [total, num_kv_heads, head_dim],
-        before the layer writes or attends."""
+        """Fresh K/V of the whole pass, [total, num_kv_heads, head_dim], before the layer attends
+        and, unless the model's rotary kernel has, before anything writes it."""
 
     def on_attention(self, layer_id: int, sequence: int, attention: SequenceAttention) -> None:
         """Sequence number `sequence` of the pass is about to attend."""
@@ -118,14 +118,19 @@ class PassBackend(AttentionBackend):  # type: ignore[misc]
         **kwargs: Any,
     ) -> Tensor:
         """SGLang's call, once a layer; returns [total, num_heads * v_head_dim]."""
-        queries, keys, values = _checked_heads(layer, q, k, v, save_kv_cache, kwargs)
+        queries, keys, values = _checked_heads(layer, q, k, v, kwargs)
         # It waits for the layer's loads, which may be into slots that are written here.
         self.token_to_kv_pool.get_key_buffer(layer.layer_id)
-        self._write(layer, keys, values)
+        self._observe(layer, keys, values)
+        if save_kv_cache:  # else the model has, at its batch's slots, which are these
+            self._write(layer, keys, values)
         # Only now: the watch reads the pass's own keys from the pool, gaps included.
         if self._watch is not None:
             self._watch(layer, queries)
         return self._attend(layer, queries, keys, values).flatten(1)
+
+    def _observe(self, layer: Any, keys: Tensor, values: Tensor) -> None:
+        """Of no one, here."""
 
     def _write(self, layer: Any, keys: Tensor, values: Tensor) -> None:
         if not self._out_slots.numel():
@@ -159,10 +164,9 @@ class MaskedAttention(PassBackend):
             {} if 2 * num_entries <= MASK_BYTES else None
         )
 
-    def _write(self, layer: Any, keys: Tensor, values: Tensor) -> None:
+    def _observe(self, layer: Any, keys: Tensor, values: Tensor) -> None:
         if self._observer is not None:
             self._observer.on_kv(layer.layer_id, keys, values)
-        super()._write(layer, keys, values)
 
     def _attend(self, layer: Any, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         # Not like the queries: heads of values may have another size.
@@ -233,7 +237,6 @@ def _checked_heads(
     q: Tensor,
     k: Tensor | None,
     v: Tensor | None,
-    save_kv_cache: bool,
     kwargs: dict[str, Any],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """SGLang's arguments of a backend, by heads: [total, num_heads, head_dim] each.
@@ -247,11 +250,7 @@ def _checked_heads(
         )
     # What no layer's attributes tell at the start (model_support.py). Ignored, each of them would
     # give wrong KV without a word.
-    reasons = {
-        "K/V that the model writes itself": not save_kv_cache,
-        **{name: value is not None for name, value in kwargs.items()},
-    }
-    if found := [name for name, holds in reasons.items() if holds]:
+    if found := [name for name, value in kwargs.items() if value is not None]:
         raise ValueError(f"layer {layer.layer_id}: the pass does not support {', '.join(found)}")
     return (
         q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),

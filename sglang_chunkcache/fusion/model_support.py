@@ -9,11 +9,9 @@ without other passes. A model that is not known to be so is refused. What a clas
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from sglang_chunkcache import compat
@@ -124,11 +122,6 @@ def _model(runner: Any) -> Iterator[str]:
     if not layers:
         yield f"{type(model).__name__} has no model.layers"
         return
-    # Such a model writes K/V at its batch's slots, which are padding in our passes. All that tells
-    # it is an import.
-    is_fused = "enable_fused_set_kv_buffer" in vars(sys.modules[type(model).__module__])
-    if is_fused and torch.device(pool.device).type == "cuda" and pool.dtype == torch.bfloat16:
-        yield f"K/V written by the rotary kernel ({type(model).__name__})"
     if type(pool).__name__ == POOL_CLASS and len(layers) != pool.layer_num:
         yield f"{len(layers)} layers in the model, {pool.layer_num} in the KV pool"
     first_at: dict[str, int] = {}

@@ -95,7 +95,12 @@ def run_pass(
     if sparse is not None and only_writes:
         return _run_sparse(runner, sequences, sparse, watch)
     layout = plan(sequences, runner.device)
-    batch = _pass_batch(runner, layout.token_ids, layout.positions, sequences=sequences)
+    out_slots = layout.out_slots
+    if layout.out_rows is not None:
+        out_slots = torch.full_like(layout.positions, PADDING_SLOT)
+        if layout.out_slots.numel():
+            out_slots[layout.out_rows] = layout.out_slots
+    batch = _pass_batch(runner, layout.token_ids, layout.positions, out_slots, sequences=sequences)
     try:
         return _forward(runner, MaskedAttention(runner, layout, observer, watch), batch)
     except StopPass:
@@ -167,7 +172,11 @@ def _run_sparse(
         # The watch counts rows as the requests come, whatever order the plan has.
         watch = watch and partial(_watch_in_order, watch, order.argsort())
     batch = _pass_batch(
-        runner, upload(token_ids, device), upload(positions, device), sequences=sequences
+        runner,
+        upload(token_ids, device),
+        upload(positions, device),
+        out_slots,
+        sequences=sequences,
     )
     hidden = _forward(runner, _SparseBackend(runner, sparse, out_slots, watch), batch)
     # Callers read the rows by sequence.
@@ -190,15 +199,22 @@ def _watch_in_order(watch: LayerWatch, rows: Tensor, layer: Any, queries: Tensor
 
 
 def _pass_batch(
-    runner: Any, token_ids: Tensor, positions: Tensor, *, sequences: Sequence[PassSequence]
+    runner: Any,
+    token_ids: Tensor,
+    positions: Tensor,
+    out_slots: Tensor,
+    *,
+    sequences: Sequence[PassSequence],
 ) -> Any:
-    """A batch for our backends, which lay out their own slots: it has the padding slot, row 0."""
+    """A batch for our backends, which lay out what they read: it has row 0. A model whose rotary
+    kernel writes K/V writes at its slots, [total] int64, `PADDING_SLOT` for what is not written.
+    """
     num_tokens = [len(sequence.token_ids) for sequence in sequences]
     return _forward_batch(
         runner,
         token_ids=token_ids,
         positions=positions,
-        out_slots=torch.full_like(positions, PADDING_SLOT),
+        out_slots=out_slots,
         rows=[0] * len(num_tokens),
         prefix_lens=[
             s.request.num_keys if s.sees_fresh else max(0, s.request.num_keys - n)

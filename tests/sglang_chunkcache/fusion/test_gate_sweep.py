@@ -26,7 +26,7 @@ from sglang_chunkcache.fusion.gate import GateFigures, open_trial
 from sglang_chunkcache.fusion.relocate import copy_moved
 from sglang_chunkcache.fusion.trial_rows import Means
 from tests.kit.tensors import means_of, reference_of, see_more
-from tests.models import FAMILIES, runner
+from tests.models import FAMILIES, let_rotary_write, runner
 
 pytestmark = pytest.mark.engine
 DTYPES = ("float32", "bfloat16")
@@ -50,8 +50,8 @@ def recomputed_off_by_one(patch: pytest.MonkeyPatch) -> None:
     """The pass runs tokens at the next position."""
     batch = recompute._pass_batch
 
-    def later(model: Any, ids: Any, positions: Any, **rest: Any) -> Any:
-        return batch(model, ids, positions + 1, **rest)
+    def later(model: Any, ids: Any, positions: Any, *slots: Any, **rest: Any) -> Any:
+        return batch(model, ids, positions + 1, *slots, **rest)
 
     patch.setattr(recompute, "_pass_batch", later)
 
@@ -116,6 +116,12 @@ def told(found: dict[str, list[float]]) -> str:
 @pytest.mark.parametrize(("family", "dtype"), EVERY_DAY)
 def test_right_runs_pass_and_mistakes_fail(family: str, dtype: str) -> None:
     sweep(runner(family, dtype), range(1, 3), defaultdict(list))
+
+
+def test_a_rotary_kernel_that_writes_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of Qwen3-MoE on CUDA."""
+    let_rotary_write(monkeypatch)
+    sweep(runner("qwen3_moe"), range(1, 3), defaultdict(list))
 
 
 @pytest.mark.nightly

@@ -95,19 +95,6 @@ def put(root: Any, path: str, value: Any) -> None:
     setattr(root, name, value)
 
 
-def test_kv_written_by_the_rotary_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As of Qwen3-MoE: it would go past our passes into a slot that is never read."""
-    from sglang.srt.models import qwen3_moe
-
-    runner, args, name = make_runner(), make_args(), "Qwen3MoeForCausalLM"
-    runner.model.__class__ = type(name, (Module,), {"__module__": qwen3_moe.__name__})
-    assert unsupported(runner, args) == []
-    monkeypatch.setattr(runner.token_to_kv_pool, "device", "cuda")
-    assert unsupported(runner, args) == [f"K/V written by the rotary kernel ({name})"]
-    runner.token_to_kv_pool.dtype = torch.float16
-    assert unsupported(runner, args) == []
-
-
 FLAGS: list[tuple[str, object, str]] = [
     ("lora_paths", ["a"], "--enable-lora"),
     ("cpu_offload_gb", 1, "--cpu-offload-gb"),

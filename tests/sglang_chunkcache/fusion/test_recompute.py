@@ -19,7 +19,7 @@ from eval.bench.attention.reference import ReferenceAttention
 from sglang_chunkcache.attention.base import PassSequence, SparseAttention, SparseRequest
 from sglang_chunkcache.attention.flashinfer import KERNELS
 from sglang_chunkcache.attention.masked import Observer
-from sglang_chunkcache.fusion.recompute import PlanError, run_extend, run_pass
+from sglang_chunkcache.fusion.recompute import PADDING_SLOT, PlanError, run_extend, run_pass
 from tests import models
 from tests.kit.tensors import (
     all_kv,
@@ -51,8 +51,11 @@ MODELS: list[Model] = [
 ]
 HALVES: list[Model] = [*((family, "float16", 64) for family in FAMILIES), ("llama", "bfloat16", 64)]
 """What FlashInfer takes."""
+WRITING: Model = ("qwen3_moe", "float32")
+"""As on CUDA: K/V is written by the rotary kernel."""
 DEFAULT: list[Model] = [
     ("llama", "float32"),
+    WRITING,
     ("qwen3_yarn", "float32"),
     ("stablelm", "float32"),
     ("llama", "bfloat16"),
@@ -69,7 +72,7 @@ def of(model: Model, *more: str) -> Any:
 every_attention = pytest.mark.parametrize(
     ("runner", "sparse"),
     [
-        *(of(model, name) for model in MODELS for name in ("masked", "reference")),
+        *(of(model, name) for model in (*MODELS, WRITING) for name in ("masked", "reference")),
         *(of(model, name) for model in HALVES for name in KERNELS),
     ],
     indirect=True,
@@ -79,9 +82,11 @@ one_family = pytest.mark.parametrize("runner", [of(MODELS[0])], indirect=True)
 
 
 @pytest.fixture(params=[of(model) for model in MODELS])
-def runner(request: pytest.FixtureRequest) -> Iterator[Any]:
+def runner(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """A ModelRunner of each family and dtype."""
     family, dtype, *head_dim = request.param
+    if request.param == WRITING:
+        models.let_rotary_write(monkeypatch)
     runner = models.runner(family, dtype, head_dim=head_dim[0] if head_dim else None)
     yield runner
     models.assert_given_back(runner)
@@ -274,6 +279,20 @@ def test_reading_only_equals_prefill_and_writes_nothing(runner: Any, prompt: Ten
         hidden = pass_over(runner, [reader(prompt)] * 2)
     assert_same_answer(runner, hidden[-1], logits)
     assert_same_answer(runner, hidden[49], logits)
+
+
+@pytest.mark.parametrize("runner", [of(WRITING)], indirect=True)
+def test_a_rotary_kernel_writes_what_is_read_only_to_padding(runner: Any, prompt: Tensor) -> None:
+    """In a pass beside one that writes."""
+    logits = prefill(runner, prompt.tolist(), REFERENCE)
+    before = all_kv(runner)
+    hidden = pass_over(runner, [reader(prompt), *sequences_of(prompt, TARGET, 0, NUM_TOKENS)])
+    assert_same_answer(runner, hidden[49], logits)
+    assert_same_kv(runner, TARGET, REFERENCE)
+    untaken = torch.ones(before[0].shape[1], dtype=torch.bool)
+    untaken[TARGET] = untaken[PADDING_SLOT] = False
+    for old, new in zip(before, all_kv(runner), strict=True):
+        assert torch.equal(old[:, untaken], new[:, untaken])
 
 
 class Planless(ReferenceAttention):
