@@ -118,9 +118,9 @@ def write_model(
     model.save_pretrained(path, safe_serialization=True)
 
 
-def make_runner(path: Path, *, dtype: str = "float32") -> Any:
+def make_runner(path: Path, *, dtype: str = "float32", device: str = "cpu") -> Any:
     """SGLang's ModelRunner over the model at `path`, with `torch_native` attention and `POOL_SLOTS`
-    slots."""
+    slots. One device a process."""
     global _started
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
@@ -133,6 +133,7 @@ def make_runner(path: Path, *, dtype: str = "float32") -> Any:
 
     flags = {
         **CPU_FLAGS,
+        "--device": device,
         "--model-path": str(path),
         "--dtype": dtype,
         "--max-total-tokens": str(POOL_SLOTS),
@@ -151,7 +152,7 @@ def make_runner(path: Path, *, dtype: str = "float32") -> Any:
     model_config = ModelConfig.from_server_args(server_args)
     port = _free_port()
     if not _started:
-        bootstrap.init_parallel_runtime(server_args=server_args, device="cpu", dist_port=port)
+        bootstrap.init_parallel_runtime(server_args=server_args, device=device, dist_port=port)
         _started = True
     bootstrap.init_layer_runtime(model_config=model_config)
     set_global_expert_location_metadata(None, allow_overwrite=True)  # of the model before

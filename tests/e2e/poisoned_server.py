@@ -6,10 +6,12 @@ answers NaN.
 Slots are poisoned when the pool is made or cleared, and when they become free: at the end of a
 group for frees that SGLang groups; in pages from 0.5.22 on. Slot 0 is poisoned too: it belongs to
 padding, and rows of the request table that were never written point to it. On the CPU a forward
-pass is over when its call returns, so no forward still reads what is freed.
+pass is over when its call returns, so no forward still reads what is freed; on a GPU, where the
+next batch is scheduled beside it, the poison is queued behind it.
 
 Loads from host memory come beside forwards and passes, however short they are. What an exact
-request loads is compared, bit by bit, with what was saved; a difference ends the scheduler.
+request loads is compared, bit by bit, with what was saved; a difference ends the scheduler. On the
+CPU alone: comparing waits for the device.
 
 SGLang's processes import the main module again, so that the patches below are in the scheduler as
 well. With `SABOTAGE_VAR` naming a file, moving KV on the device does nothing while that file
@@ -22,6 +24,7 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ from sglang_chunkcache import launch_server
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.model_executor.model_runner import ModelRunner
 
 SABOTAGE_VAR = "POISONED_SERVER_SABOTAGE"
 
@@ -40,10 +44,30 @@ _clear_pages = PagedTokenToKVPoolAllocator.clear
 _release_pages = getattr(PagedTokenToKVPoolAllocator, "_release_page_ids", None)
 
 
+_init_runner = ModelRunner.__init__
+_runners: list[Any] = []
+
+
+def _keep_runner(runner: Any, *args: Any, **kwargs: Any) -> None:
+    _runners.append(runner)  # before it makes its pool
+    _init_runner(runner, *args, **kwargs)
+
+
 def poison(pool: Any, slots: torch.Tensor | slice) -> None:
     """NaN into keys and values of all layers."""
-    for buffer in (*pool.k_buffer, *pool.v_buffer):
-        buffer[slots] = float("nan")
+    with _behind_forwards(slots):
+        for buffer in (*pool.k_buffer, *pool.v_buffer):
+            buffer[slots] = float("nan")
+
+
+def _behind_forwards(slots: torch.Tensor | slice) -> Any:
+    stream = getattr(_runners[-1], "forward_stream", None) if _runners else None
+    if not isinstance(stream, torch.cuda.Stream):
+        return nullcontext()
+    stream.wait_stream(torch.cuda.current_stream())
+    if isinstance(slots, torch.Tensor):
+        slots.record_stream(stream)
+    return torch.cuda.stream(stream)
 
 
 def _poisoning_clear(allocator: Any) -> None:
@@ -65,7 +89,7 @@ def _poisoning_clear_pages(allocator: Any) -> None:
 def _poisoning_release(allocator: Any, *page_ids: torch.Tensor) -> None:
     assert _release_pages is not None
     _release_pages(allocator, *page_ids)
-    in_page = torch.arange(allocator.page_size)
+    in_page = torch.arange(allocator.page_size, device=allocator.device)
     for each in page_ids:
         slots = each[:, None] * allocator.page_size + in_page
         poison(allocator._kvcache, slots.flatten())
@@ -73,6 +97,7 @@ def _poisoning_release(allocator: Any, *page_ids: torch.Tensor) -> None:
 
 def install() -> None:
     """Patch SGLang's allocators in this process."""
+    ModelRunner.__init__ = _keep_runner
     TokenToKVPoolAllocator.clear, TokenToKVPoolAllocator.free = _poisoning_clear, _poisoning_free
     PagedTokenToKVPoolAllocator.clear = _poisoning_clear_pages
     if _release_pages is not None:
@@ -167,7 +192,8 @@ def _hide_all_loads() -> None:
 if __name__ in ("__main__", "__mp_main__"):
     install()
     _hide_all_loads()
-    _compare_loads()
+    if not torch.cuda.is_available():
+        _compare_loads()
     if os.environ.get(SABOTAGE_VAR):
         _install_sabotage(Path(os.environ[SABOTAGE_VAR]))
         _calibrate_on_all_prompts()

@@ -444,8 +444,10 @@ def test_update_of_the_weights_leaves_nothing_old(
 # Everything together
 
 
+@pytest.mark.gpu
 def test_soak(fused_server: Server) -> None:
-    """tests/soak/test_reuse_soak.py in small: no NaN, no lost slot, exact answers as ever."""
+    """tests/soak/test_reuse_soak.py in small: no NaN, no lost slot, exact answers as ever. On a GPU
+    under SGLang's overlap schedule."""
     evicted = rank_of(fused_server)["evicted_chunks"]
     pool = mixed_load.POOL_TOKENS
     found = mixed_load.soak(fused_server.url, 60, clients=8, seed=3, pool_tokens=pool)

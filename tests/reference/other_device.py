@@ -135,6 +135,8 @@ class Seen:
     pinned: defaultdict[str, list[int]] = field(default_factory=lambda: defaultdict(list))
     lines: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     """where -> file:line and why, of each wait there."""
+    is_blind: bool = False
+    """On a GPU, where nothing is counted."""
 
     def told(self, wheres: Iterable[str]) -> str:
         """The lines of these waits."""
