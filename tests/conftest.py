@@ -12,6 +12,7 @@ import gc
 import os
 import re
 import time
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ if find_spec("torch") is not None:
 
     define_torchvision_ops()  # before anything of SGLang or transformers is imported
 
+ROOT = Path(__file__).parent.parent
 DATA_VAR = "CHUNKCACHE_DATA"
 
 TOLERANCES = {"float32": 1e-4, "bfloat16": 2e-2, "float16": 2e-3}
@@ -48,10 +50,17 @@ def pytest_configure(config: pytest.Config) -> None:
     config.option.loadscopereorder = False  # by seconds, below, not by number of tests
 
 
+@cache
+def asks_for_rag_server(file: str) -> bool:
+    """Whether a test there does."""
+    is_server_test = file.startswith("tests/e2e/")
+    return is_server_test and "rag_server" in (ROOT / file).read_text(encoding="utf-8")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n 2`, tests of one file stay together, and so do all of tests/e2e, which share the
-    session's servers.
+    """With `-n 2`, tests of one file stay together, and so do all files that share the session's
+    server.
 
     `--dist loadgroup` would say so by marks, but pytest-xdist 3.8 does not see them under pytest
     9.2.
@@ -60,7 +69,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "tests/e2e" if nodeid.startswith("tests/e2e/") else nodeid.partition("::")[0]
+            file = nodeid.partition("::")[0]
+            return "rag_server" if asks_for_rag_server(file) else file
 
     return ByFile(config, log)
 

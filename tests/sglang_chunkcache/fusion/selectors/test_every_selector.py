@@ -7,11 +7,13 @@ from dataclasses import replace
 from fractions import Fraction
 from math import ceil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from radix_ext.fusion_request import NEEDS
 from sglang_chunkcache.config import SELECTORS
@@ -86,6 +88,40 @@ def test_offsets_are_ascending_unique_and_inside(name: str, case: Case, ratio: F
     if name == "none":
         assert (chosen, selection.fallbacks) == ([[]] * len(chunks), ())
         assert selection.cfo == (None,) * len(chunks)
+
+
+class Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts torch's, each a launch on a device."""
+
+    number: int = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", OURS_AND_EVALS)
+def test_a_longer_prompt_takes_no_more_operations(name: str) -> None:
+    def count(chunk_len: int) -> int:
+        chunks = []
+        for number, letter in enumerate("abc"):
+            looks, received, outward = torch.rand(3, chunk_len).tolist()
+            scores = make_scores([0.5], [4], context=looks, received=received)
+            start = number * chunk_len
+            chunks.append(
+                make_chunk(letter, start, chunk_len, old="x", scores=scores, outward=outward)
+            )
+        question, deviation = torch.rand(2, 3 * chunk_len)
+        request = make_request(name, 0.15)
+        seen: Operations = Operations()  # type: ignore[no-untyped-call]
+        with seen:
+            get(name).candidates(chunks, request, Evidence(question=question))
+            evidence = Evidence(question=question, deviation=deviation)
+            assert get(name).select(chunks, request, evidence).tokens is not None
+        return seen.number
+
+    torch.manual_seed(0)
+    assert count(2000) == count(20)
 
 
 @pytest.mark.parametrize("name", BY_RATIO)
