@@ -12,6 +12,6 @@ half=$(($(nproc) / 2))
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-$((half > 8 ? 8 : half > 1 ? half : 1))}
 # Some extension modules warn when Python ends, after pytest's closing line, which should be the last.
 export PYTHONWARNINGS="${PYTHONWARNINGS:+$PYTHONWARNINGS,}ignore:builtin type:DeprecationWarning"
-# All tests: in two processes, since one mostly waits for its servers.
-if (($# == 0)); then set -- -n 2; fi
+# All tests: in three processes, since they often wait for servers and clocks.
+if (($# == 0)); then set -- -n 3; fi
 exec .venv/bin/python -m pytest "$@"

@@ -59,7 +59,7 @@ def asks_for_rag_server(file: str) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n 2`, tests of one file stay together, and so do all files that share the session's
+    """With `-n 3`, tests of one file stay together, and so do all files that share the session's
     server.
 
     `--dist loadgroup` would say so by marks, but pytest-xdist 3.8 does not see them under pytest
