@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Purpose: set up and run the tests. Arguments go to pytest: launch/test.sh tests/radix_ext -k order
 # Machine: any; tests that need a GPU (-m gpu) or real data (CHUNKCACHE_DATA) are skipped where there is none.
-# Minutes: about 7 on two cores with nothing else to do. The slow sweeps (launch/test.sh -m nightly) take about 30 more, and draw five times
+# Minutes: about 9 on two cores with nothing else to do. The slow sweeps (launch/test.sh -m nightly) take about 30 more, and draw five times
 #   the examples.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
