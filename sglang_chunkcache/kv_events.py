@@ -38,24 +38,36 @@ class Source(NamedTuple):
 
 
 def own_config() -> str | None:
-    """A configuration with which SGLang publishes to this front alone, in a folder that is removed
-    at the end. None: its path is too long for a socket's."""
+    """A configuration with which SGLang publishes to this front alone. None: as `_own_sockets`."""
+    if (sockets := _own_sockets()) is None:
+        return None
+    own = {"publisher": "zmq", **sockets, "buffer_steps": BUFFER_STEPS}
+    return json.dumps({**own, **compat.EVENT_FORMAT})
+
+
+def _own_sockets() -> dict[str, str] | None:
+    """In a folder that is removed at the end. None: its path is too long for a socket's."""
     folder = tempfile.mkdtemp(prefix="chunkcache-inproc-")  # with mode 0700
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     events, replay = Path(folder, "events"), Path(folder, "replay")
     if len(f"{replay}_dp1000".encode()) > MAX_PATH or "*" in folder:
         return None
-    sockets = {"endpoint": f"ipc://{events}", "replay_endpoint": f"ipc://{replay}"}
-    own = {"publisher": "zmq", **sockets, "buffer_steps": BUFFER_STEPS}
-    return json.dumps({**own, **compat.EVENT_FORMAT})
+    return {"endpoint": f"ipc://{events}", "replay_endpoint": f"ipc://{replay}"}
 
 
 def flags_for(args: Any) -> list[str]:
     """SGLang's flags with which the front hears of its own tree, beside those of ServerArgs `args`.
-    Says it where it will not."""
-    if args.disable_radix_cache or sources(args):  # it keeps nothing; the user's are heard
+    Says it where it will not. A user's publisher is kept; where it tells nothing again, it does so
+    to this front, which the first batches come too early for."""
+    heard = sources(args)
+    if args.disable_radix_cache or (heard and heard[0].replay):  # nothing is kept; all is heard
         return []
-    own = None if args.kv_events_config or args.nnodes > 1 else own_config()
+    own = None
+    if heard and (sockets := _own_sockets()) is not None:
+        replay = {"replay_endpoint": sockets["replay_endpoint"]}
+        own = json.dumps({**json.loads(args.kv_events_config), **replay})
+    elif not args.kv_events_config and args.nnodes == 1:
+        own = own_config()
     if own is None:
         lost = "what SGLang's tree has lost is assumed by the least recent use"
         print(f"chunk cache: no KV events can be heard: {lost}", file=sys.stderr, flush=True)

@@ -25,6 +25,7 @@ cached.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import reduce
 
 from radix_ext import (
     ChunkPrefixTree,
@@ -34,6 +35,8 @@ from radix_ext import (
     Places,
     Span,
     TenantTables,
+    extend_chain,
+    root_chain,
     text_before,
 )
 from sglang_chunkcache.config import MAX_HEAD_BYTES, MAX_HEAD_TOKENS, MAX_HEADS, ChunkCacheConfig
@@ -59,7 +62,7 @@ class Reasons:
     def __init__(
         self, config: ChunkCacheConfig, tree: ChunkPrefixTree, tables: TenantTables
     ) -> None:
-        self._tree, self._tables = tree, tables
+        self._tree, self._tables, self._is_stock = tree, tables, config.is_stock
         self._places = Places(max_places=config.max_tree_nodes)
         self._heads = Heads(
             max_heads=MAX_HEADS, max_tokens=MAX_HEAD_TOKENS, max_bytes=MAX_HEAD_BYTES
@@ -108,7 +111,7 @@ class Reasons:
                 continue
             # The tree ends with the first area. Of chunks behind it only their place is known.
             if index < area_len:
-                other = self._elsewhere(place, rank, spans[: index + 1])
+                other = self._elsewhere(place, rank, draft, namespace, spans[: index + 1])
             else:
                 other = _elsewhere(place, prefixes[index], rank, epochs)
             if other is not None:
@@ -143,8 +146,13 @@ class Reasons:
 
     # Private, in order of use
 
-    def _elsewhere(self, place: Place, rank: int, chain: Sequence[Span]) -> Fallback | None:
+    def _elsewhere(
+        self, place: Place, rank: int, draft: Draft, namespace: str, chain: Sequence[Span]
+    ) -> Fallback | None:
         """Of the last chunk of `chain`, in the first area, which the tree knows. None: gone."""
+        if self._is_stock and draft.identity.extra_key is not None:  # of which no event tells
+            here = reduce(extend_chain, (span.chunk for span in chain), root_chain(namespace))
+            return None if place.chain == here else Fallback.OTHER_ORDER
         node = self._tree.nodes.find(place.chain)  # type: ignore[arg-type]
         if node is None or not node.is_held():
             return None
@@ -185,6 +193,8 @@ def missed(
         return ()
     found: dict[Reason, list[int]] = {}
     for i, (span, reason) in enumerate(zip(planned.spans, planned.expected.reasons, strict=True)):
+        if planned.is_short and reason.fallback is Fallback.EVICTED:
+            reason = OF[Fallback.MUST_COMPUTE]
         if not planned.is_found(span, num_found):
             found.setdefault(OF[Fallback.PLAIN_TEXT] if is_plain else reason, []).append(i)
     lens = [span.end - span.start for span in planned.spans]

@@ -210,7 +210,12 @@ class Planned:
 
     def is_found(self, span: Span, num_found: int) -> bool:
         """Whether the chunk is among the prompt's first tokens, of which so many were found."""
-        return span.end - self.border <= num_found
+        return num_found > 0 and span.end - self.border <= num_found
+
+    @property
+    def is_short(self) -> bool:
+        """Whether no match can be: the prompt has no whole page before its last token."""
+        return len(self.input_ids) - 1 <= self.border
 
     @property
     def fallbacks(self) -> tuple[Fallback, ...]:
@@ -248,7 +253,7 @@ class Planned:
     @property
     def predicted_exact(self) -> int:
         """Prompt tokens up to the end of the chunks that the tree expects to be cached."""
-        return self.area[self.planned_len - 1].end if self.planned_len else 0
+        return self.area[self.planned_len - 1].end if self.planned_len and not self.is_short else 0
 
 
 @dataclass

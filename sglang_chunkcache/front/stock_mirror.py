@@ -87,9 +87,13 @@ class StockMirror(RankMirror):
         """Drop what would have been found."""
         area, expected = planned.area, planned.expected
         found = sum(planned.is_found(span, cached) for span in area)
-        if found == len(area) or (
-            # it may well be there: SGLang does not look so far
-            expected is not None and expected.reasons[found].fallback is Fallback.MUST_COMPUTE
+        if (
+            found == len(area)
+            or planned.is_short
+            or (
+                # it may well be there: SGLang does not look so far
+                expected is not None and expected.reasons[found].fallback is Fallback.MUST_COMPUTE
+            )
         ):
             return
         if cached + self.border < area[0].start:  # without its head nothing of a namespace is there

@@ -117,10 +117,15 @@ def test_pages_find_what_slots_do(paged: Server, rag_server: Server) -> None:
 
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """SGLang's tree at page size 1, with a pool that evicts."""
+    """SGLang's tree at page size 1, with a pool that evicts. Its events are published as a user
+    says, who asks for none of them again."""
     flags = ["--model-path", "bundled", "--chunkcache-tree", "stock", *POOL]
-    with Server(flags, log=tmp_path_factory.mktemp("servers") / "stock.log", env=STRICT) as server:
-        yield server
+    log = tmp_path_factory.mktemp("servers") / "stock.log"
+    with tempfile.TemporaryDirectory() as folder:
+        theirs = {"publisher": "zmq", "endpoint": f"ipc://{folder}/inproc"}
+        flags += ["--kv-events-config", json.dumps(theirs)]
+        with Server(flags, log=log, env=STRICT) as server:
+            yield server
 
 
 def test_answers_under_eviction_are_those_without_reuse(paged: Server) -> None:

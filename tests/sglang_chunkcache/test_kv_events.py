@@ -128,7 +128,7 @@ def test_user_says_who_binds() -> None:
         (made(), True, False),
         (made(nnodes=2), False, True),
         (made(disable_radix_cache=True), False, False),
-        (made({"publisher": "zmq", "endpoint": "tcp://*:1"}), False, False),
+        (made({"publisher": "zmq", "endpoint": "tcp://*:1"}), True, False),
         (made({"publisher": "zmq", "endpoint": "tcp://*:1"}, nnodes=2), False, True),
         (made({"publisher": "zmq", "endpoint": "tcp://10.0.0.1:1"}), False, True),
     ],
@@ -140,6 +140,17 @@ def test_launcher_adds_a_publisher(
     flags = flags_for(args)
     assert flags[:1] == ["--kv-events-config"] * adds
     assert (SILENT in capsys.readouterr().err) == says
+
+
+def test_a_users_publisher_tells_again(short: Path) -> None:
+    """What came before the front listened: of its own, and in its own way, or over our socket."""
+    given = {"publisher": "zmq", "endpoint": "tcp://*:1", "topic": "kv", "buffer_steps": 7}
+    assert flags_for(made({**given, "replay_endpoint": "tcp://*:9"})) == []
+    _, kept = flags_for(made(given))
+    (folder,) = short.iterdir()
+    assert json.loads(kept) == {**given, "replay_endpoint": f"ipc://{folder}/replay"}
+    (source,) = sources(made(kept))
+    assert source == Source("tcp://127.0.0.1:1", f"ipc://{folder}/replay", "kv", False)
 
 
 def test_long_path_has_no_publisher(

@@ -121,6 +121,40 @@ def test_match_ends_with_a_page(border: int, short: int, expected: int) -> None:
     assert mirror_of(bench).num_corrections == (expected == 1)
 
 
+def test_nothing_of_a_prompt_shorter_than_a_page_is_found() -> None:
+    """However often it comes; what is expected of longer prompts stays."""
+    bench = make_bench(border=63)
+    for reason in ("new_chunk", "must_compute"):
+        request = bench.reply(bench.ask("q", A, B), cached=0)
+        assert len(request.input_ids) < 64
+        told = request.answer()
+        assert [(each["reason"], each["chunks"]) for each in told["missed"]] == [
+            (reason, ["a", "b"])
+        ]
+        assert (told["chunks_hit"], told["predicted_exact"]) == (0, 0)
+    assert mirror_of(bench).num_corrections == 0
+    shares = bench.bookkeeper.stats()["reasons"]["chunks_by_reason"]
+    assert shares == {"new_chunk": 0.5, "must_compute": 0.5}
+
+
+def test_first_page_that_is_not_there_holds_no_chunk() -> None:
+    bench = make_bench(border=63)
+    first = bench.reply(bench.ask("q" * 99, A, B), cached=0)
+    assert [each["reason"] for each in first.answer()["missed"]] == ["new_chunk"]
+    second = bench.reply(bench.ask("p" * 99, A, B), cached=64)
+    assert (second.answer()["chunks_hit"], second.answer()["missed"]) == (2, [])
+
+
+def test_other_order_is_told_of_what_is_not_mirrored() -> None:
+    """That it has left would be a guess."""
+    bench, who = make_bench(), Identity("me", extra_key="x")
+    bench.reply(bench.ask("q", A, B, who=who), cached=0)
+    for reason in ("other_order", "evicted"):
+        request = bench.ask("q", B, A, who=who, order="retriever")
+        told = bench.reply(request, cached=0).answer()["missed"]
+        assert told[0]["reason"] == reason, told
+
+
 def test_what_must_be_computed_may_be_there() -> None:
     """Logprobs of the prompt from a place on: SGLang looks no further."""
     bench = make_bench()
