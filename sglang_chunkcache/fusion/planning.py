@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 TRIED_UP_TO = 1.5
-"""A plan that is estimated to take longer than this multiple of computing is never tried."""
+"""Plans that are estimated to take longer than this multiple of computing are tried more rarely,
+for the same share of the time. If they never were, prices measured on a busy machine would stay."""
 
 
 class Planner:
@@ -47,7 +48,7 @@ class Planner:
     ) -> None:
         self._tree, self._sources = tree, sources
         self._fusion_pass, self._limits = fusion_pass, limits
-        self._num_skipped = 0
+        self._num_skipped = 0.0  # the rarely tried count as parts
         self.growing = deque([set[tuple[int, ChunkId]]()], maxlen=2)
         """Chunks that exact chains grow by with requests under way, after the nodes where they end:
         whoever follows, before those are inserted, would compute them once more. A set a forward,
@@ -148,7 +149,7 @@ class Planner:
         estimate = plan.estimate
         if estimate is None or (plan.pieces and plan.fusion is fusion):
             return False
-        if estimate.planned > TRIED_UP_TO * estimate.computed:
-            return False
-        self._num_skipped += 1
-        return explores(self._num_skipped)
+        before = int(self._num_skipped)
+        longer, least = estimate.planned - estimate.computed, (TRIED_UP_TO - 1) * estimate.computed
+        self._num_skipped += least / max(longer, least) if longer > 0 else 1.0
+        return int(self._num_skipped) > before and explores(int(self._num_skipped))

@@ -10,6 +10,7 @@ import pytest
 from radix_ext import FusionRequest
 from radix_ext.costs import EXPLORATION_PERIOD, Line, Phase
 from radix_ext.fusion_request import QUESTION as QUESTION_NAME
+from sglang_chunkcache.scheduler import pricing
 from sglang_chunkcache.wire.report import Fallback
 from tests.kit.fused import Rank
 from tests.kit.requests import HEAD, A, B, C, D, fused, rag
@@ -114,12 +115,19 @@ def test_a_quality_of_which_nothing_is_known_is_said(deviation: Line) -> None:
     assert (Fallback.UNCALIBRATED in told.fallbacks) is (deviation is not DEAR)
 
 
-def test_what_does_not_pay_is_tried_now_and_then() -> None:
-    """Else a machine that was slow while it measured itself would never learn that it is not."""
-    rank = make_priced(capacity=3000, recompute=Line(fixed=7.0, each=1.0))
-    reqs = [fused(B, A, fusion=ASKING, head=[200 + i, 91]) for i in range(2 * EXPLORATION_PERIOD)]
-    moved = [rank.ask(req).relocated > 0 for req in reqs]
-    assert (sum(moved), moved[EXPLORATION_PERIOD - 1]) == (2, True)
+@pytest.mark.parametrize(("fixed", "period"), [(7.0, 1), (16.9, 2), (28.9, 4)])
+def test_what_does_not_pay_is_tried_now_and_then(
+    fixed: float, period: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a machine that was slow while it measured itself would never learn that it is not. What
+    takes longer is tried more rarely: every try costs more."""
+    monkeypatch.setattr(pricing, "REFRESH", 10**9)
+    rank = make_priced(capacity=6000, recompute=Line(fixed=fixed, each=1.0))
+    period *= EXPLORATION_PERIOD
+    reqs = [fused(B, A, fusion=ASKING, head=[200 + i, 91]) for i in range(2 * period)]
+    told = [rank.ask(req) for req in reqs]
+    tried = [number for number, each in enumerate(told, 1) if each.relocated]
+    assert tried == [period, 2 * period]
 
 
 def test_plan_is_compared_with_what_filling_and_extend_took() -> None:
