@@ -57,8 +57,8 @@ def _own_sockets() -> dict[str, str] | None:
 
 def flags_for(args: Any) -> list[str]:
     """SGLang's flags with which the front hears of its own tree, beside those of ServerArgs `args`.
-    Says it where it will not. A user's publisher is kept; where it tells nothing again, it does so
-    to this front, which the first batches come too early for."""
+    Says it where it will not. A user's publisher is kept. Without a replay socket it gets one: its
+    first batches come before the front listens."""
     heard = sources(args)
     if args.disable_radix_cache or (heard and heard[0].replay):  # nothing is kept; all is heard
         return []

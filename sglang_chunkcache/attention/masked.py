@@ -130,7 +130,7 @@ class PassBackend(AttentionBackend):  # type: ignore[misc]
         return self._attend(layer, queries, keys, values).flatten(1)
 
     def _observe(self, layer: Any, keys: Tensor, values: Tensor) -> None:
-        """Of no one, here."""
+        """Show fresh K/V to the pass's observer, where it has one."""
 
     def _write(self, layer: Any, keys: Tensor, values: Tensor) -> None:
         if not self._out_slots.numel():

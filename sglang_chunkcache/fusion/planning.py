@@ -149,7 +149,7 @@ class Planner:
         estimate = plan.estimate
         if estimate is None or (plan.pieces and plan.fusion is fusion):
             return False
-        before = int(self._num_skipped)
-        longer, least = estimate.planned - estimate.computed, (TRIED_UP_TO - 1) * estimate.computed
-        self._num_skipped += least / max(longer, least) if longer > 0 else 1.0
+        before, longer = int(self._num_skipped), estimate.planned - estimate.computed
+        usual = (TRIED_UP_TO - 1) * estimate.computed
+        self._num_skipped += 1.0 if longer <= usual else usual / longer
         return int(self._num_skipped) > before and explores(int(self._num_skipped))
