@@ -158,7 +158,7 @@ def make_runner(path: Path, *, dtype: str = "float32", device: str = "cpu") -> A
     set_global_expert_location_metadata(None, allow_overwrite=True)  # of the model before
     runner = ModelRunner(
         model_config=model_config,
-        mem_fraction_static=0.1,
+        mem_fraction_static=0.5,
         gpu_id=0,
         nccl_port=port,
         server_args=server_args,

@@ -32,6 +32,7 @@ from tests.e2e.asking import (
     CHAT,
     EXPLAIN,
     ask,
+    assert_clean,
     assistant,
     body_of,
     chunks_of,
@@ -41,6 +42,7 @@ from tests.e2e.asking import (
     metrics_of,
     preprocess,
     rank_of,
+    send,
     sources_of,
     stream,
     text_of,
@@ -63,12 +65,20 @@ _numbers = count()
 
 @pytest.fixture(scope="session")
 def switch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """While this file exists, moving KV on the device does nothing."""
+    """While this file exists, moving KV on the device does nothing; its text is raised."""
     return tmp_path_factory.mktemp("poisoned") / "sabotage"
 
 
 @pytest.fixture(scope="session")
-def fused_server(tmp_path_factory: pytest.TempPathFactory, switch: Path) -> Iterator[Server]:
+def planted() -> list[str]:
+    """Errors in the server's log that a test has asked for."""
+    return []
+
+
+@pytest.fixture(scope="session")
+def fused_server(
+    tmp_path_factory: pytest.TempPathFactory, switch: Path, planted: list[str]
+) -> Iterator[Server]:
     """Fused reuse, poisoned, with a pool that evicts, pieces smaller than two chunks and every
     check on."""
     log = tmp_path_factory.mktemp("servers") / "fused.log"
@@ -82,7 +92,7 @@ def fused_server(tmp_path_factory: pytest.TempPathFactory, switch: Path) -> Iter
         assert "chunk cache: ready" in log.read_text(), "healthy before it was calibrated"
         yield server
         assert server.is_running, f"the server died:\n{server.log_tail(40)}"
-    assert mixed_load.problems_of_log(log) == []
+    assert mixed_load.problems_of_log(log) == planted
 
 
 @pytest.fixture
@@ -457,3 +467,28 @@ def test_soak(fused_server: Server) -> None:
     assert found.fates["relocated"] > 60
     assert found.fates["recomputed"] > 20  # how much is moved depends on which requests meet
     assert rank_of(fused_server)["evicted_chunks"] > evicted + 30
+
+
+def test_promise_that_cannot_be_kept_is_an_error_and_the_next_request_gets_its_answer(
+    fused_server: Server, switch: Path, planted: list[str], world: World, salt: str
+) -> None:
+    """Slots that can be neither filled nor computed, whole and streamed: no trace stays. Last: the
+    log has errors from here on."""
+    assert mixed_load.problems_of_log(fused_server.log) == planted
+    first, second = world.passages[:4], world.passages[3::-1]
+    question = fact_of(first[1], world)
+    ask(fused_server, first, question, cache_salt=salt)
+    body = body_of(second, question, cache_salt=salt, reuse=fused())
+    switch.write_text("planted")
+    try:
+        status, text = send(fused_server.url + CHAT, body)
+        assert (status, "nor computed" in text) == (503, True), text
+        assert "nor computed" in str(list(stream(fused_server, body)))
+    finally:
+        switch.unlink()
+    told = ask(fused_server, second, question, cache_salt=salt, reuse=fused())
+    assert told["chunkcache"]["fates"]["relocated"] > 0
+    assert text_of(told) in question.answers
+    assert_clean(fused_server, mixed_load.POOL_TOKENS)
+    planted += mixed_load.problems_of_log(fused_server.log)
+    assert not [line for line in planted if "leak" in line or "Scheduler hit" in line]
