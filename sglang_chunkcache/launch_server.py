@@ -44,8 +44,8 @@ CPU_FLAGS = {
     "--max-total-tokens": "65536",
 }
 """The flags that SGLang's CPU path needs without `sgl_kernel`.
-The pool is small because it is in the machine's main memory. The fraction leaves room for what other
-programs take while the model loads: SGLang counts that as weights."""
+The pool is small because it is in the machine's main memory. The fraction leaves room for what
+other programs take while the model loads: SGLang counts that as weights."""
 
 MODEL_FLAGS = ("--model-path", "--model", "--tokenizer-path")
 """SGLang's flags that take a model's name."""

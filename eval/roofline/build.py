@@ -104,8 +104,9 @@ host times are the review's estimates."""
 PLAN_S = 1.5e-3
 """Of a sparse pass of 15% of 8,192 tokens: layout .27 ms, FlashInfer's plan 1.22 (2026-11-26T0408-
 attention-h200)."""
-RECOMPUTE_LAUNCHES = 21
-"""Of the sparse pass, outside the layers: nearly all of them uploads before it."""
+RECOMPUTE_LAUNCHES = 23
+"""Of the sparse pass, outside the layers: nearly all of them uploads before it, two for the
+question in it."""
 
 BUILT = REVIEWED._replace(
     copy_launches=20,
@@ -119,6 +120,7 @@ BUILT = REVIEWED._replace(
     # half of the CPU time of one of this machine's cores (--time-choice): a server's is faster
     choose_s=((2048, 0.6e-3), (8192, 1.6e-3), (32_768, 7.1e-3)),
     recompute_s=PLAN_S + RECOMPUTE_LAUNCHES * LAUNCH_S,
+    has_extend=False,
     evidence_waits=2,
     load_s=LAUNCH_S,
     load_launches=2,

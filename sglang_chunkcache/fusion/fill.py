@@ -3,7 +3,8 @@ requests of a batch together.
 
     move      every moved piece, in part beside what follows (moving.py)
     choose    the critical tokens (choosing.py)
-    compute   one pass over critical tokens and gaps (recompute.py)
+    compute   one pass over critical tokens and gaps (recompute.py), and over what follows them, if
+              the batch is of nothing else (tail.py)
 
 It knows slots and positions, no tree: the caller keeps sources and targets locked. After an error
 the whole region is computed by SGLang's own attention instead, as in an ordinary prefill.
@@ -39,6 +40,7 @@ from sglang_chunkcache.fusion.relocate import RotaryTable
 from sglang_chunkcache.fusion.store import ChunkScores, Offload
 from sglang_chunkcache.scheduler.host_nodes import HostNodes
 from sglang_chunkcache.scheduler.host_slots import HostSlots
+from sglang_chunkcache.scheduler.node import joined
 from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.wire.report import Fallback
 
@@ -139,9 +141,13 @@ class FusionPass:
         self._chooser = Chooser(runner, config, self.pricing)
 
     @torch.no_grad()
-    def run(self, moves: Sequence[Move]) -> None:
-        """Fill the slots of every move. Work is queued on the current stream."""
-        before = dict(self.seconds)
+    def run(self, moves: Sequence[Move]) -> Tensor | None:
+        """Fill the slots of every move, and of their tails. Work is queued on the current stream.
+
+        Returns [n, hidden_size]: of the tails' rows, one after the other, after the final norm.
+        None: the moves have none, or they are still to be computed.
+        """
+        before, hidden = dict(self.seconds), None
         # No phase: its parts teach the costs, and the whole is compared with the plan's estimate.
         with self.pricing.timed(None, Work(1)) as filling:
             try:
@@ -150,7 +156,7 @@ class FusionPass:
                 with self._timed("select"):
                     critical = self._chooser.choose(moves)
                 with self._timed("recompute"):
-                    self._compute(moves, critical)
+                    hidden = self._compute(moves, critical)
                     # A pass that stops early, or runs nothing, has not waited for the last layers.
                     self.mover.settle()
             except Exception:
@@ -161,6 +167,7 @@ class FusionPass:
                 # what matters is that nothing comes into slots that are computed
                 with suppress(Exception):
                     self.mover.settle()
+                hidden = None
                 self._compute_all(moves)
         for move in moves:
             # A batch's time says nothing of one plan's estimate.
@@ -169,6 +176,7 @@ class FusionPass:
                 phase: 1000 * (self.seconds[phase] - before.get(phase, 0.0))
                 for phase in ("relocate", "select", "recompute")
             }
+        return hidden
 
     @torch.no_grad()
     def capture(self, captures: Sequence[Capture]) -> list[Captured]:
@@ -209,12 +217,13 @@ class FusionPass:
             "tokens": dict(self.num_tokens),
         }
 
-    def _compute(self, moves: Sequence[Move], critical: Sequence[Tensor]) -> None:
-        work = [each for each in zip(moves, critical, strict=True) if len(each[1])]
+    def _compute(self, moves: Sequence[Move], critical: Sequence[Tensor]) -> Tensor | None:
         self.num_tokens["recomputed"] += sum(move.recomputed_len for move in moves)
         self.num_tokens["gap"] += sum(move.plan.gap_len for move in moves)
-        if not work:
-            return
+        if not any(map(len, critical)):
+            return None
+        rows = map(_with_tail, moves, critical)
+        work = [each for each in zip(moves, rows, strict=True) if len(each[1])]
         sequences = [_sequence(move, positions) for move, positions in work]
         all_work = one_call(through(1, len(found), move.plan.end) for move, found in work)
         with (
@@ -222,7 +231,7 @@ class FusionPass:
             self.outward.watch_pass(work) as watch,
         ):
             try:
-                run_pass(self.runner, sequences, sparse=self.sparse, watch=watch)
+                hidden = run_pass(self.runner, sequences, sparse=self.sparse, watch=watch)
             except PlanError:
                 if not self.num_unplanned:
                     logger.warning(
@@ -231,7 +240,14 @@ class FusionPass:
                     )
                 # Nothing is written yet, so the same pass can run again.
                 self.num_unplanned += 1
-                run_pass(self.runner, sequences, watch=watch)
+                hidden = run_pass(self.runner, sequences, watch=watch)
+        assert hidden is not None, "nothing has ended the pass early"
+        lens = [0 if move.tail is None else len(move.tail.slots) for move, _ in work]
+        if not any(lens):
+            return None
+        self.num_tokens["tail"] += sum(lens)
+        parts = torch.split(hidden, [len(found) for _, found in work])
+        return joined([part[len(part) - n :] for part, n in zip(parts, lens, strict=True)])
 
     def _compute_all(self, moves: Sequence[Move]) -> None:
         """An ordinary prefill of every promised region, in pieces: memory may have been short."""
@@ -254,8 +270,19 @@ class FusionPass:
             self.seconds[phase] += time.perf_counter() - started
 
 
+def _with_tail(move: Move, positions: Tensor) -> Tensor:
+    if move.tail is None:
+        return positions
+    end = move.plan.end
+    return torch.cat([positions, torch.arange(end, end + len(move.tail.slots))])
+
+
 def _sequence(move: Move, positions: Tensor) -> PassSequence:
-    return PassSequence.of_row(ids_of(move.token_ids), move.slots, positions)
+    ids, slots = ids_of(move.token_ids), move.slots
+    if move.tail is not None:
+        ids = torch.cat([ids, move.tail.token_ids])
+        slots = torch.cat([slots, move.tail.slots])
+    return PassSequence.of_row(ids, slots, positions)
 
 
 def _score_probe(capture: Capture) -> ScoreProbe:

@@ -21,6 +21,16 @@ if TYPE_CHECKING:
     from sglang_chunkcache.wire.spans import RequestSpans
 
 
+@dataclass(frozen=True, eq=False)
+class Tail:
+    """All that a request computes behind its promised region."""
+
+    token_ids: Tensor
+    """[n] int64, CPU."""
+    slots: Tensor
+    """[n] int64, on the pool's device."""
+
+
 @dataclass(eq=False)
 class Move:
     """One request's promised region, and afterwards what became of it."""
@@ -37,6 +47,8 @@ class Move:
     """The request's row in `req_to_token`, once it has one."""
     spans: Sequence[Span] = ()
     """The request's chunks."""
+    tail: Tail | None = None
+    """What the pass computes behind the region. None: SGLang's forward does."""
     recomputed_len: int = 0
     whole: frozenset[int] = frozenset()
     """Where moved chunks begin that are sources from now on, since all of them was recomputed."""

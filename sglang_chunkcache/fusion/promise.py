@@ -38,6 +38,7 @@ from sglang_chunkcache.fusion.outcome import (
 )
 from sglang_chunkcache.fusion.planning import Planner
 from sglang_chunkcache.fusion.promises import Promises
+from sglang_chunkcache.fusion.tail import given
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
@@ -125,8 +126,12 @@ class Fuser:
         return slots
 
     @contextmanager
-    def watch(self, batch: ScheduleBatch) -> Iterator[None]:
-        """Learn what the batch's extend takes."""
+    def watch(self, batch: ScheduleBatch, hidden: torch.Tensor | None) -> Iterator[None]:
+        """Learn what the batch's extend takes. `hidden`: computed already, as by `given`."""
+        if hidden is not None:
+            with given(self.fusion_pass.runner, hidden):
+                yield
+            return
         with self.outward.watch(batch), self.pricing.time_extend(batch) as extend:
             yield
         for req in batch.reqs:
@@ -148,8 +153,9 @@ class Fuser:
         ms = {"lookup": 1000 * outcome.lookup_s, **(move.ms if move else {})}
         self.pricing.poll()
         seconds = [extend.seconds for extend in outcome.extends if extend.seconds is not None]
-        if seconds and len(seconds) == len(outcome.extends):
-            ms["extend"] = 1000 * sum(seconds)
+        has_tail = move is not None and move.tail is not None
+        if len(seconds) == len(outcome.extends) and (seconds or has_tail):
+            ms["extend"] = 1000 * sum(seconds)  # 0: its rows were the pass's
             filling = move.filling.seconds if move and move.filling and outcome.is_alone else None
             if plan.estimate and filling is not None:
                 self.pricing.compare(plan.estimate.planned, filling + sum(seconds))

@@ -25,6 +25,7 @@ from sglang_chunkcache import compat
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.move import Move, move_of
 from sglang_chunkcache.fusion.outcome import outcome_of
+from sglang_chunkcache.fusion.tail import tails_of
 from sglang_chunkcache.scheduler.chunk_key import Fused
 from sglang_chunkcache.scheduler.host_slots import HostSlots
 from sglang_chunkcache.scheduler.node import state, up_from
@@ -99,28 +100,36 @@ class Promises:
         known.moved = frozenset(start for start, _ in moved)
         return slots
 
-    def fill(self, batch: ScheduleBatch) -> None:
-        reqs = {id(req) for req in batch.reqs} if self._pending else set[int]()
-        pending = [each for each in self._pending if id(each.req) in reqs]
+    def fill(self, batch: ScheduleBatch) -> torch.Tensor | None:
+        """Returns [n, hidden_size], what the batch's forward would compute, if the pass has."""
+        if not self._pending:
+            return None
+        known = {id(each.req): each for each in self._pending}
+        pending = [known.pop(id(req)) for req in batch.reqs if id(req) in known]
         if not pending:
-            return
-        self._pending = [each for each in self._pending if id(each.req) not in reqs]
+            return None
+        self._pending = list(known.values())
+        moves, hidden = [each.move for each in pending], None
+        tails = tails_of(batch, [move.plan for move in moves], self._limits.max_pass_tokens)
+        for move, tail in zip(moves, tails, strict=False):
+            move.tail = tail
         for each in pending:
             compat.keep_own(each.req, each.move.plan.start)
         try:
-            self._fusion_pass.run([each.move for each in pending])
+            hidden = self._fusion_pass.run(moves)
         except Exception:
             logger.exception("chunk cache: %d prompt(s) cannot be filled", len(pending))
             for each in pending:
                 state(each.req).is_failed = True
                 compat.drop_output(each.req, "its chunks could not be moved, nor computed")
         for each in pending:
-            known = state(each.req)
-            known.outward = each.move.outward
+            its = state(each.req)
+            its.outward = each.move.outward
             # a source like a gap: a variant behind these chunks, as Cache-Craft has several of one
-            known.moved -= each.move.whole
+            its.moved -= each.move.whole
             each.taken.close()
             each.held.close()
+        return hidden
 
     def reset(self) -> None:
         """The tree is empty: what is promised is not filled any more."""

@@ -87,9 +87,8 @@ class Tiers:
         is_extend = batch.forward_mode.is_extend()
         self.line.num_forwards += 1
         self.host.load_back.before(batch)
-        if self.fuser is not None:
-            self.fuser.promises.fill(batch)
-        with self.watch(batch):
+        hidden = None if self.fuser is None else self.fuser.promises.fill(batch)
+        with self.watch(batch, hidden):
             yield
         self.host.load_back.queued()
         if self.fuser is not None:
@@ -102,12 +101,13 @@ class Tiers:
         if self._metrics is not None and self._metrics.is_due:
             self._metrics.show({"waits": self.line.waits})
 
-    def watch(self, batch: ScheduleBatch) -> AbstractContextManager[None]:
-        """Learn what the batch's extend takes, if anything goes by that."""
+    def watch(self, batch: ScheduleBatch, hidden: Any = None) -> AbstractContextManager[None]:
+        """Learn what the batch's extend takes, if anything goes by that. `hidden`: as
+        `Promises.fill` returns it."""
         # a decoding batch still has the lengths of its prefill
         if not batch.forward_mode.is_extend() or not (self.fuser or self.host.pool.num_slots):
             return nullcontext()
-        return (self.fuser or self.host).watch(batch)
+        return self.host.watch(batch) if self.fuser is None else self.fuser.watch(batch, hidden)
 
     def reset(self) -> None:
         """The tree is empty, and the weights may have changed."""

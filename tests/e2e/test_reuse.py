@@ -489,6 +489,7 @@ def test_promise_that_cannot_be_kept_is_an_error_and_the_next_request_gets_its_a
     told = ask(fused_server, second, question, cache_salt=salt, reuse=fused())
     assert told["chunkcache"]["fates"]["relocated"] > 0
     assert text_of(told) in question.answers
+    assert rank_of(fused_server)["moves"]["tokens"]["tail"] > 0  # questions in passes
     assert_clean(fused_server, mixed_load.POOL_TOKENS)
     planted += mixed_load.problems_of_log(fused_server.log)
     assert not [line for line in planted if "leak" in line or "Scheduler hit" in line]

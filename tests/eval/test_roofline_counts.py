@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,18 +16,20 @@ import torch
 from eval.machines import LAYER_LAUNCHES
 from eval.roofline.build import BUILT, RECOMPUTE_LAUNCHES
 from radix_ext.sources import DeviceCopy
-from sglang_chunkcache.attention.base import HeadShape, PassSequence
+from sglang_chunkcache.attention.base import HeadShape
 from sglang_chunkcache.attention.flashinfer import FlashInferSparse
-from sglang_chunkcache.fusion import measure, relocate, relocate_kernel
+from sglang_chunkcache.fusion import fill, measure, relocate, relocate_kernel
 from sglang_chunkcache.fusion.measure import (
     DeviationProbe,
     QuestionProbe,
     deviation_evidence,
     question_evidence,
 )
+from sglang_chunkcache.fusion.move import Tail
 from sglang_chunkcache.fusion.moving import Mover
 from sglang_chunkcache.fusion.recompute import run_pass
 from sglang_chunkcache.fusion.relocate import KeyTurn, RotaryTable, rotary_of
+from sglang_chunkcache.scheduler.node import joined
 from sglang_chunkcache.scheduler.pricing import Pricing
 from tests import models
 from tests.eval.launches import OUTSIDE, Launches, count
@@ -77,8 +80,23 @@ def test_sparse_pass(bench: Bench) -> None:
         kernel="fa3",
         modules=flashinfer,
     )
-    scattered = PassSequence.of_row(IDS, bench.slots, torch.arange(1, NUM_TOKENS, 7))
-    launches = bench.count(lambda _: run_pass(bench.runner, [scattered], sparse=sparse))
+    end = NUM_TOKENS - 16
+    tail = Tail(IDS[end:], bench.slots[end:])
+    move: Any = SimpleNamespace(
+        token_ids=array("q", IDS[:end].tolist()),
+        slots=bench.slots[:end],
+        plan=SimpleNamespace(end=end),
+        tail=tail,
+    )
+    positions = fill._with_tail(move, torch.arange(1, end, 7))
+
+    def run(_: Launches) -> None:
+        scattered = fill._sequence(move, positions)
+        hidden = run_pass(bench.runner, [scattered], sparse=sparse)
+        assert hidden is not None
+        joined([hidden[len(hidden) - len(tail.slots) :]])
+
+    launches = bench.count(run)
     for layer in range(NUM_LAYERS):
         assert launches.total(layer) == LAYER_LAUNCHES == BUILT.recompute_launches
     assert launches.total(OUTSIDE) == RECOMPUTE_LAUNCHES

@@ -8,6 +8,8 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import torch
+
 from radix_ext.moved_plan import Limits
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.fill import FusionPass
@@ -28,8 +30,12 @@ from tests.reference.scheduler import FakeReq, Scheduler
 class Unwatched(Fuser):
     """Its requests run one after another, so each is watched alone."""
 
+    hidden: Any = None
+    """What the pass has computed of the batch at hand."""
+
     @contextmanager
-    def watch(self, batch: Any) -> Iterator[None]:
+    def watch(self, batch: Any, hidden: Any) -> Iterator[None]:
+        self.hidden = hidden
         yield
 
 
@@ -82,8 +88,11 @@ class ModelScheduler(Scheduler):
         )
 
     def _compute(self, batch: Sequence[tuple[FakeReq, int, int]]) -> None:
+        found = []
         for req, start, end in batch:
             told: Any = SimpleNamespace(reqs=[req], prefix_lens=[start], extend_lens=[end - start])
             with self.fuser.outward.watch(told):
                 row = req.kv.req_pool_idx
-                run_extend(self._runner, row, req.all_ids[:end], start)
+                found.append(run_extend(self._runner, row, req.all_ids[:end], start))
+        if self.fuser.hidden is not None:
+            torch.testing.assert_close(self.fuser.hidden, torch.cat(found), rtol=0, atol=5e-5)

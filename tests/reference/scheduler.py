@@ -518,6 +518,10 @@ class Scheduler:
             reqs=[req for req, _ in batch],
             prefix_lens=[req.filled for req, _ in batch],
             extend_lens=[end - req.filled for req, end in batch],
+            out_cache_loc=torch.tensor(
+                [slot for req, end in batch for slot in self.slots(req, req.filled, end)],
+                dtype=torch.int64,
+            ),
         )
         if not isinstance(self.cache, ChunkRadixCache):
             return nullcontext()

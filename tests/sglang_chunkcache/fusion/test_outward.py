@@ -165,7 +165,7 @@ def test_pass_that_fails_tells_nothing(runner: Any) -> None:
 def make_move(slots: Any, *, gaps: Sequence[int]) -> Any:
     pieces = [Piece(*CHUNKS[number], span=number, source=None) for number in gaps]
     plan, ids = SimpleNamespace(pieces=pieces), array("q", TOKENS.tolist())
-    return SimpleNamespace(plan=plan, spans=make_spans(), slots=slots, token_ids=ids)
+    return SimpleNamespace(plan=plan, spans=make_spans(), slots=slots, token_ids=ids, tail=None)
 
 
 def test_forward_that_calls_no_attention_tells_nothing(runner: Any) -> None:
