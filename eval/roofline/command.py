@@ -39,12 +39,14 @@ def main(argv: Sequence[str]) -> int:
             raise CommandError(
                 f"--tokens must be from {MIN_TOKENS} to {MAX_TOKENS} but got {num_tokens}"
             )
-    options.tokens, options.choose_s = sorted(set(options.tokens)), None
+    options.tokens = sorted(set(options.tokens))
+    options.choose_s = options.choose_python_s = None
     if options.time_choice:
         from eval.roofline.host import choice_s  # only here: it needs SGLang
 
-        prompts = [Prompt(num_tokens, options.ratio) for num_tokens in options.tokens]
-        options.choose_s = [(each.num_tokens, choice_s(each)) for each in prompts]
+        found = [(each, choice_s(Prompt(each, options.ratio))) for each in options.tokens]
+        options.choose_s = [(each, taken.total) for each, taken in found]
+        options.choose_python_s = [(each, taken.python) for each, taken in found]
     with open_run("roofline", options, partial(summarize, options), without=("json",)) as run:
         for num_tokens in options.tokens:
             for name in BUILDS:
@@ -130,6 +132,14 @@ def summarize(options: argparse.Namespace, samples: Sequence[Sample]) -> dict[st
         rows = step_rows(machine, shape, num_tokens, ratio, builds)
         note = "As built; the last three are milliseconds by build. Load is in place of copy."
         tables.append(table(f"{title}, {num_tokens:,} tokens: steps", rows, note))
+    if options.choose_s is not None:
+        times = zip(options.choose_s, options.choose_python_s, strict=True)
+        rows = [
+            {"tokens": each, "CPU": _ms(total), "Python": _ms(python)}
+            for (each, total), (_, python) in times
+        ]
+        note = "Milliseconds of one of this machine's cores; Python: torch computes nothing."
+        tables.append(table("Choosing", rows, note))
     if (shape, machine) == MEASURED_ON and tokens:
         tables.append(compared())
     return {"tables": tables, "verdict": [_told(options, each) for each in tokens]}

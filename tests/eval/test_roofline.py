@@ -157,10 +157,13 @@ def test_choice_is_timed_here(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     pytest.importorskip("sglang")
     options = "--model-shape llama-3.1-8b --machine h100 --tokens 512 --time-choice --json"
     assert run(*options.split(), "--out", str(tmp_path / "run")) == 0
-    ((num_tokens, seconds),) = read_recorded(tmp_path / "run").record["spec"]["choose_s"]
+    spec = read_recorded(tmp_path / "run").record["spec"]
+    ((num_tokens, seconds),), ((_, python_s),) = spec["choose_s"], spec["choose_python_s"]
     assert num_tokens == 512
-    assert seconds > 0
-    steps = json.loads(capsys.readouterr().out)["tables"][1]["rows"]
+    assert seconds > python_s > 0
+    tables = json.loads(capsys.readouterr().out)["tables"]
+    steps = tables[1]["rows"]
+    assert tables[2]["title"] == "Choosing"
     choose = next(row for row in steps if row["step"] == "choose")
     assert choose["built"] == pytest.approx(1e3 * seconds, abs=0.06)
     assert choose["reviewed"] == pytest.approx(1.3 * 512 / 2048, abs=0.06)

@@ -22,6 +22,7 @@ from tests import models
 from tests.kit.tensors import (
     END,
     LENS,
+    MODELS,
     QUESTION_LEN,
     REFERENCE,
     SOURCE,
@@ -40,6 +41,7 @@ from tests.kit.tensors import (
 __all__ = ["make_scene", "scene"]
 pytestmark = [pytest.mark.engine, pytest.mark.matrix]
 
+NIGHTLY = pytest.mark.nightly
 WHOLE = tokens_of((*LENS, "question"))
 
 
@@ -105,13 +107,21 @@ def test_pass_that_fails_leaves_the_question_to_the_forward(scene: Scene) -> Non
     scene.assert_prefilled(move, row=2)
 
 
+@pytest.mark.parametrize(
+    "scene",
+    [
+        pytest.param(each, id="-".join(each), marks=[] if each == MODELS[0] else [NIGHTLY])
+        for each in MODELS
+    ],
+    indirect=True,
+)
 def test_forward_takes_what_it_is_given(scene: Scene) -> None:
     """Its logits are of that, and the next forward's are its own again, whatever happens."""
     runner, graphs = scene.runner, object()
     ids, slots = TOKENS["A"], SOURCE[: LENS["A"]]
     ordinary = models.prefill(runner, ids, slots)
     before = runner.prefill_cuda_graph_runner
-    hidden = torch.randn(len(ids), runner.model_config.hidden_size)
+    hidden = torch.randn(len(ids), runner.model_config.hidden_size, dtype=runner.dtype)
     with given(runner, hidden):
         got = models.prefill(runner, ids, slots)
         assert runner.prefill_cuda_graph_runner is None

@@ -1,0 +1,314 @@
+"""LangChain: a chat model that takes `Document`s as chunks, the chain that passes them on, and a
+retriever over the server's index.
+
+    create_chunks_chain(ChatChunkCache(), prompt).invoke({"context": documents, "input": "Who …?"})
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from typing import Any
+
+from langchain_core.callbacks import (
+    AsyncCallbackManagerForLLMRun,
+    AsyncCallbackManagerForRetrieverRun,
+    CallbackManagerForLLMRun,
+    CallbackManagerForRetrieverRun,
+)
+from langchain_core.documents import Document
+from langchain_core.exceptions import OutputParserException
+from langchain_core.language_models import LanguageModelInput
+from langchain_core.language_models.chat_models import BaseChatModel
+from langchain_core.messages import (
+    AIMessage,
+    AIMessageChunk,
+    BaseMessage,
+    convert_to_openai_messages,
+)
+from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
+from langchain_core.messages.tool import tool_call_chunk
+from langchain_core.output_parsers import BaseOutputParser, StrOutputParser
+from langchain_core.output_parsers.openai_tools import make_invalid_tool_call, parse_tool_call
+from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
+from langchain_core.prompts import BasePromptTemplate
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import Runnable, RunnableLambda
+from langchain_core.tools import BaseTool
+from langchain_core.utils.function_calling import convert_to_openai_tool
+from pydantic import Field, SecretStr
+
+from sglang_chunkcache.integrations.server import (
+    CHAT,
+    DEFAULT_URL,
+    RETRIEVE,
+    Endpoint,
+    chunks_of,
+    tool_choice,
+)
+
+
+class ChatChunkCache(BaseChatModel):
+    """A model behind `/rag/v1/chat/completions`.
+
+    Documents come with a call, `llm.invoke(messages, documents=[...])`, for the last user message;
+    or in messages, as content blocks of type `text-plain` (LangChain's for plain text of a
+    document), for the message that has them. Their order in the prompt is the server's; the
+    answer's `response_metadata["chunkcache"]["order"]` has it by `Document.id`, or by position
+    where not every document has an id of its own.
+    """
+
+    base_url: str = DEFAULT_URL
+    api_key: SecretStr | None = None
+    model: str = "default"
+    temperature: float | None = None
+    max_tokens: int | None = None
+    timeout_s: float = 600.0
+    conversation_id: str | None = None
+    """Of the server's stored turns; also an argument of a call."""
+    order: str | None = None
+    """Of the chunks: `retriever`, `frequency`, `tree`; None: the server's."""
+    reuse: Any = None
+    """Moved KV: `"fused"`, or the field's object."""
+    extra_body: dict[str, Any] = Field(default_factory=dict)
+    """Any other field of the request."""
+
+    @property
+    def _llm_type(self) -> str:
+        return "sglang-chunkcache"
+
+    @property
+    def _identifying_params(self) -> dict[str, Any]:
+        return self._fields()
+
+    def bind_tools(
+        self,
+        tools: Sequence[dict[str, Any] | type | Callable[..., Any] | BaseTool],
+        *,
+        tool_choice: str | None = None,
+        strict: bool | None = None,
+        **kwargs: Any,
+    ) -> Runnable[LanguageModelInput, AIMessage]:
+        """`tool_choice`: a tool's name, `auto`, `none`, or `any`. `strict`: arguments are held to
+        the tools' schemas."""
+        described = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
+        return self.bind(tools=described, tool_choice=tool_choice, **kwargs)
+
+    def _generate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        return _result(self._endpoint().post(CHAT, self._body(messages, stop, kwargs)))
+
+    async def _agenerate(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> ChatResult:
+        return _result(await self._endpoint().apost(CHAT, self._body(messages, stop, kwargs)))
+
+    def _stream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[ChatGenerationChunk]:
+        for event in self._endpoint().stream(self._body(messages, stop, kwargs)):
+            chunk = _generation_chunk(event)
+            if run_manager is not None:
+                run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+            yield chunk
+
+    async def _astream(
+        self,
+        messages: list[BaseMessage],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> AsyncIterator[ChatGenerationChunk]:
+        async for event in self._endpoint().astream(self._body(messages, stop, kwargs)):
+            chunk = _generation_chunk(event)
+            if run_manager is not None:
+                await run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+            yield chunk
+
+    def _endpoint(self) -> Endpoint:
+        key = self.api_key.get_secret_value() if self.api_key else None
+        return Endpoint(self.base_url, key, self.timeout_s)
+
+    def _fields(self) -> dict[str, Any]:
+        names = {"model", "temperature", "max_tokens", "conversation_id", "order", "reuse"}
+        return self.model_dump(include=names, exclude_none=True)
+
+    def _body(
+        self, messages: Sequence[BaseMessage], stop: list[str] | None, kwargs: dict[str, Any]
+    ) -> dict[str, Any]:
+        documents: Sequence[Document] | None = kwargs.pop("documents", None)
+        body = {**self._fields(), **self.extra_body, **kwargs}
+        body["messages"] = [_message(message) for message in messages]
+        if stop:
+            body["stop"] = stop
+        if (choice := tool_choice(body.pop("tool_choice", None))) is not None:
+            body["tool_choice"] = choice
+        if documents is not None:
+            texts = [document.page_content for document in documents]
+            body["chunks"] = chunks_of(texts, [document.id for document in documents])
+        return body
+
+
+def create_chunks_chain(
+    llm: Runnable[LanguageModelInput, BaseMessage],
+    prompt: BasePromptTemplate[Any],
+    *,
+    output_parser: BaseOutputParser[Any] | None = None,
+    document_variable_name: str = "context",
+) -> Runnable[dict[str, Any], Any]:
+    """In place of LangChain's `create_stuff_documents_chain`, and called like it: the documents in
+    `document_variable_name` go to the server as chunks, and the prompt has nothing in their
+    place.
+
+    Args:
+        llm: a `ChatChunkCache`, or one with tools or other arguments bound.
+    """
+    parser = output_parser or StrOutputParser()
+
+    def route(inputs: dict[str, Any]) -> Runnable[dict[str, Any], Any]:
+        documents = inputs.get(document_variable_name)
+        if documents is None:
+            raise ValueError(f"no documents in {document_variable_name!r}")
+        filled = RunnableLambda(lambda given: {**given, document_variable_name: ""})
+        return filled | prompt | llm.bind(documents=list(documents)) | parser
+
+    return RunnableLambda(route).with_config(run_name="chunks_chain")
+
+
+class ChunkCacheRetriever(BaseRetriever):
+    """Passages of the server's index (`--index`), best first, with `score`, `title` and `mode` as
+    metadata."""
+
+    base_url: str = DEFAULT_URL
+    api_key: SecretStr | None = None
+    k: int = 5
+    mode: str | None = None
+    """`dense`, `bm25`, `fusion` or `filled`; None: the server's."""
+    timeout_s: float = 60.0
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun
+    ) -> list[Document]:
+        return _documents(self._endpoint().post(RETRIEVE, self._body(query)))
+
+    async def _aget_relevant_documents(
+        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun
+    ) -> list[Document]:
+        return _documents(await self._endpoint().apost(RETRIEVE, self._body(query)))
+
+    def _endpoint(self) -> Endpoint:
+        key = self.api_key.get_secret_value() if self.api_key else None
+        return Endpoint(self.base_url, key, self.timeout_s)
+
+    def _body(self, query: str) -> dict[str, Any]:
+        return {"query": query, "k": self.k, **({"mode": self.mode} if self.mode else {})}
+
+
+def _message(message: BaseMessage) -> dict[str, Any]:
+    """OpenAI's, with `chunks` of its blocks `text-plain`."""
+    blocks = message.content if isinstance(message.content, list) else []
+    texts = [each for each in blocks if isinstance(each, dict) and each["type"] == "text-plain"]
+    if texts:
+        rest = [each for each in blocks if each not in texts]
+        message = message.model_copy(update={"content": rest})
+    told: dict[str, Any] = convert_to_openai_messages(message)
+    if texts:
+        told["chunks"] = chunks_of([b["text"] for b in texts], [b.get("id") for b in texts])
+    return told
+
+
+def _result(answer: dict[str, Any]) -> ChatResult:
+    usage, generations = _usage(answer.get("usage")), []
+    for choice in answer["choices"]:
+        message = _said(choice["message"])
+        message.id, message.usage_metadata = answer["id"], usage
+        message.response_metadata = _metadata(answer, choice)
+        generations.append(ChatGeneration(message=message))
+    return ChatResult(generations=generations)
+
+
+def _said(said: dict[str, Any]) -> AIMessage:
+    """A tool's arguments that are no JSON object are an invalid call, as LangChain has it."""
+    message = AIMessage(said.get("content") or "")
+    for call in said.get("tool_calls") or []:
+        try:
+            parsed: Any = parse_tool_call(call)
+            if not isinstance(parsed["args"], dict):
+                raise OutputParserException("arguments must be an object")
+            message.tool_calls.append(parsed)
+        except OutputParserException as error:
+            message.invalid_tool_calls.append(make_invalid_tool_call(call, str(error)))
+    if reasoning := said.get("reasoning_content"):
+        message.additional_kwargs["reasoning_content"] = reasoning
+    return message
+
+
+def _generation_chunk(event: dict[str, Any]) -> ChatGenerationChunk:
+    if not event["choices"]:
+        usage = _usage(event.get("usage"))
+        return ChatGenerationChunk(message=AIMessageChunk(content="", usage_metadata=usage))
+    (choice,) = event["choices"]
+    delta = choice["delta"]
+    calls = [
+        tool_call_chunk(
+            name=each["function"].get("name"),
+            args=each["function"].get("arguments"),
+            id=each.get("id"),
+            index=each.get("index"),
+        )
+        for each in delta.get("tool_calls") or []
+    ]
+    reasoning = delta.get("reasoning_content")
+    is_last = bool(choice.get("finish_reason"))
+    message = AIMessageChunk(
+        content=delta.get("content") or "",
+        tool_call_chunks=calls,
+        additional_kwargs={"reasoning_content": reasoning} if reasoning else {},
+        response_metadata=_metadata(event, choice) if is_last else {},
+        id=event["id"],
+    )
+    return ChatGenerationChunk(message=message)
+
+
+def _metadata(answer: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model_name": answer["model"],
+        "finish_reason": choice["finish_reason"],
+        "chunkcache": answer.get("chunkcache"),
+    }
+
+
+def _usage(usage: dict[str, Any] | None) -> UsageMetadata | None:
+    if usage is None:
+        return None
+    cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+    details = InputTokenDetails() if cached is None else InputTokenDetails(cache_read=cached)
+    return UsageMetadata(
+        input_tokens=usage["prompt_tokens"],
+        output_tokens=usage["completion_tokens"],
+        total_tokens=usage["total_tokens"],
+        input_token_details=details,
+    )
+
+
+def _documents(found: dict[str, Any]) -> list[Document]:
+    return [
+        Document(
+            id=each["id"],
+            page_content=each["text"],
+            metadata={name: each[name] for name in ("score", "title", "mode") if each.get(name)},
+        )
+        for each in found["passages"]
+    ]

@@ -1,0 +1,162 @@
+"""LangChain's own packages against a server."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+import pytest
+
+pytest.importorskip("langchain_core")
+
+from langchain_core.documents import Document
+from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_core.prompts import ChatPromptTemplate
+
+from sglang_chunkcache.errors import RefusedError, ServerError
+from sglang_chunkcache.integrations.examples import PASSAGES, QUESTIONS
+from sglang_chunkcache.integrations.langchain import (
+    ChatChunkCache,
+    ChunkCacheRetriever,
+    _result,
+    create_chunks_chain,
+)
+
+QUESTION, ANSWER = next(iter(QUESTIONS.items()))
+
+
+def documents(*names: str) -> list[Document]:
+    return [Document(id=each, page_content=PASSAGES[each]) for each in names]
+
+
+@pytest.fixture
+def llm(url: str) -> ChatChunkCache:
+    return ChatChunkCache(base_url=url, temperature=0, max_tokens=24)
+
+
+def test_documents_are_chunks(llm: ChatChunkCache) -> None:
+    """Whatever order the prompt has, the answer names them as they were given."""
+    given = documents("jonas", "boris", "simon")
+    first = llm.invoke(QUESTION, documents=given)
+    again = llm.invoke(QUESTION, documents=given[::-1])
+    assert [each.id for each in given] == ["jonas", "boris", "simon"]
+    for message in (first, again):
+        assert ANSWER in str(message.content)
+        told, usage = message.response_metadata["chunkcache"], message.usage_metadata
+        assert sorted(told["order"]) == ["boris", "jonas", "simon"]
+        assert usage is not None
+        assert sum(told["fates"].values()) == usage["input_tokens"]
+    assert again.usage_metadata is not None
+    found = again.usage_metadata["input_token_details"]["cache_read"]
+    assert found == again.response_metadata["chunkcache"]["fates"]["exact"] > 0
+
+
+def test_documents_without_ids_are_named_by_position(llm: ChatChunkCache) -> None:
+    same = [Document(page_content=PASSAGES[each]) for each in ("jonas", "boris")]
+    twice = [Document(id="a", page_content=PASSAGES[each]) for each in ("jonas", "boris")]
+    for given in (same, twice):
+        told = llm.invoke(QUESTION, documents=given).response_metadata["chunkcache"]
+        assert sorted(told["order"]) == ["0", "1"]
+
+
+def test_documents_in_a_message(llm: ChatChunkCache) -> None:
+    """As LangChain's blocks for a document's text."""
+    block: dict[str, Any] = {"type": "text-plain", "mime_type": "text/plain"}
+    blocks = [{**block, "id": name, "text": PASSAGES[name]} for name in ("boris", "jonas")]
+    question = HumanMessage(content=[*blocks, {"type": "text", "text": QUESTION}])
+    message = llm.invoke([SystemMessage("Answer."), question])
+    assert ANSWER in str(message.content)
+    assert sorted(message.response_metadata["chunkcache"]["order"]) == ["boris", "jonas"]
+    assert len(question.content) == 3
+
+
+def test_stream_is_the_same_answer(llm: ChatChunkCache) -> None:
+    given = documents("boris", "jonas")
+    whole = llm.invoke(QUESTION, documents=given)
+    pieces = list(llm.stream(QUESTION, documents=given))
+    assert len(pieces) > 2
+    joined = pieces[0]
+    for piece in pieces[1:]:
+        joined += piece
+    assert joined.content == whole.content
+    assert joined.response_metadata["finish_reason"] == whole.response_metadata["finish_reason"]
+    assert joined.usage_metadata is not None
+    fates = joined.response_metadata["chunkcache"]["fates"]
+    assert sum(fates.values()) == joined.usage_metadata["input_tokens"]
+    assert fates["exact"] == joined.usage_metadata["input_token_details"]["cache_read"] > 0
+
+
+def test_async(llm: ChatChunkCache) -> None:
+    given = documents("boris", "jonas")
+
+    async def both() -> tuple[str, str]:
+        whole, texts = await llm.ainvoke(QUESTION, documents=given), []
+        async for piece in llm.astream(QUESTION, documents=given):
+            texts.append(str(piece.content))
+        return str(whole.content), "".join(texts)
+
+    whole, streamed = asyncio.run(both())
+    assert whole == streamed
+    assert ANSWER in whole
+
+
+def test_tools(llm: ChatChunkCache, writes_json: dict[str, Any]) -> None:
+    def weather(city: Literal["Ashburg", "Norton"]) -> str:
+        """The weather of a city."""
+        return city
+
+    bound = llm.bind_tools([weather], tool_choice="weather", strict=True)
+    whole = bound.invoke(QUESTION, documents=documents("boris"), **writes_json)
+    assert [call["name"] for call in whole.tool_calls] == ["weather"]
+    assert whole.tool_calls[0]["args"]["city"] in ("Ashburg", "Norton")
+    joined = None
+    for piece in bound.stream(QUESTION, documents=documents("boris"), **writes_json):
+        joined = piece if joined is None else joined + piece
+    assert joined is not None
+    assert [call["args"] for call in joined.tool_calls] == [whole.tool_calls[0]["args"]]
+
+
+@pytest.mark.parametrize("arguments", ['{"city": ', "[1]"])
+def test_arguments_that_are_no_object_are_an_invalid_call(arguments: str) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    choice = {"index": 0, "message": message, "finish_reason": "tool_calls"}
+    answer = {"id": "a", "model": "m", "choices": [choice], "usage": None, "chunkcache": None}
+    (found,) = _result(answer).generations
+    assert found.message.tool_calls == []
+    assert [each["args"] for each in found.message.invalid_tool_calls] == [arguments]
+
+
+def test_chain_in_place_of_stuffing(llm: ChatChunkCache) -> None:
+    prompt = ChatPromptTemplate.from_messages([("system", "Answer."), ("user", "{context}{input}")])
+    chain = create_chunks_chain(llm, prompt)
+    inputs = {"context": documents("jonas", "boris"), "input": QUESTION}
+    answer = chain.invoke(inputs)
+    assert ANSWER in answer
+    assert "".join(chain.stream(inputs)) == answer
+    assert asyncio.run(chain.ainvoke(inputs)) == answer
+    assert inputs["context"][0].id == "jonas"
+    with pytest.raises(ValueError, match="no documents in 'context'"):
+        chain.invoke({"input": QUESTION})
+
+
+def test_retriever(url: str, llm: ChatChunkCache) -> None:
+    retriever = ChunkCacheRetriever(base_url=url, k=3)
+    found = retriever.invoke(QUESTION)
+    assert found[0].id == "boris"
+    assert found[0].page_content == PASSAGES["boris"]
+    assert found[0].metadata["score"] > 0
+    assert asyncio.run(retriever.ainvoke(QUESTION)) == found
+    assert ANSWER in str(llm.invoke(QUESTION, documents=found).content)
+
+
+def test_errors(url: str, llm: ChatChunkCache) -> None:
+    with pytest.raises(RefusedError, match="order"):
+        llm.invoke(QUESTION, documents=documents("boris"), order="alphabet")
+    with pytest.raises(RefusedError, match="order"):
+        list(llm.stream(QUESTION, documents=documents("boris"), order="alphabet"))
+    nobody = ChatChunkCache(base_url="http://127.0.0.1:9")
+    with pytest.raises(ServerError, match=r"127\.0\.0\.1:9: ConnectError"):
+        nobody.invoke(QUESTION)
+    with pytest.raises(ServerError, match=r"127\.0\.0\.1:9: ConnectError"):
+        asyncio.run(nobody.ainvoke(QUESTION))
