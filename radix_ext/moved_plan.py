@@ -120,6 +120,9 @@ class Limits:
     num_layers: int = 32  # of the model
 
 
+MAX_TAIL_TOKENS = 1024
+"""That follow moved KV and are computed in its pass.
+More take as long in one run of the model as in two."""
 MIN_GAIN = 0.05
 """Of the time to the first token: estimates are off by about as much,
 and moved KV is never better than computed KV."""
@@ -360,13 +363,19 @@ class _Walk:
         question_len = max(0, self.num_tokens - self.spans[-1].end)
         asked = question_tokens(fusion, question_len, window=self.limits.question_window)
         layers = self.limits.num_layers
+        recompute = through(1, num_computed, end)
+        extend = extend_work(end, self.num_tokens, piece=self.limits.prefill_tokens)
+        fits = extend.tokens <= MAX_TAIL_TOKENS
+        if num_computed and fits and self.spans[-1].end <= end:
+            # Alone it needs no forward for that; with others their forward is there either way.
+            recompute, extend = Work(*map(add, recompute, extend._replace(calls=0))), Work()
         works = {
             Phase.QUESTION: through(asked_layers(fusion, layers) / layers, asked, end),
             Phase.DEVIATION: through(
                 min(fusion.depth or layers, layers) / layers, num_compared, end
             ),
-            Phase.RECOMPUTE: through(1, num_computed, end),
-            Phase.EXTEND: extend_work(end, self.num_tokens, piece=self.limits.prefill_tokens),
+            Phase.RECOMPUTE: recompute,
+            Phase.EXTEND: extend,
         }
         return math.ceil(works[Phase.QUESTION].tokens + works[Phase.DEVIATION].tokens), works
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
+from radix_ext.costs import Work
 from radix_ext.moved_plan import Limits
 from radix_ext.sources import ChunkSources
 from sglang_chunkcache.config import MAX_COPIES
@@ -129,11 +130,15 @@ class Fuser:
     def watch(self, batch: ScheduleBatch, hidden: torch.Tensor | None) -> Iterator[None]:
         """Learn what the batch's extend takes. `hidden`: computed already, as by `given`."""
         if hidden is not None:
-            with given(self.fusion_pass.runner, hidden):
+            # It says nothing of an extend, but is a part of its requests' time.
+            with (
+                given(self.fusion_pass.runner, hidden),
+                self.pricing.timed(None, Work(1)) as extend,
+            ):
                 yield
-            return
-        with self.outward.watch(batch), self.pricing.time_extend(batch) as extend:
-            yield
+        else:
+            with self.outward.watch(batch), self.pricing.time_extend(batch) as extend:
+                yield
         for req in batch.reqs:
             if state(req).promise is not None:
                 outcome_of(req).extends.append(extend)
@@ -153,9 +158,8 @@ class Fuser:
         ms = {"lookup": 1000 * outcome.lookup_s, **(move.ms if move else {})}
         self.pricing.poll()
         seconds = [extend.seconds for extend in outcome.extends if extend.seconds is not None]
-        has_tail = move is not None and move.tail is not None
-        if len(seconds) == len(outcome.extends) and (seconds or has_tail):
-            ms["extend"] = 1000 * sum(seconds)  # 0: its rows were the pass's
+        if seconds and len(seconds) == len(outcome.extends):
+            ms["extend"] = 1000 * sum(seconds)
             filling = move.filling.seconds if move and move.filling and outcome.is_alone else None
             if plan.estimate and filling is not None:
                 self.pricing.compare(plan.estimate.planned, filling + sum(seconds))

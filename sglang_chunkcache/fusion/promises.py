@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
+from radix_ext.costs import explores
 from radix_ext.moved_plan import Limits, ReusePlan
 from radix_ext.sources import ChunkSources, DeviceCopy, HostCopy
 from sglang_chunkcache import compat
@@ -58,6 +59,7 @@ class Promises:
         self._tree, self._sources, self._fusion_pass = tree, sources, fusion_pass
         self._limits = limits
         self._pending: list[_Pending] = []
+        self._num_with_tails = 0
 
     def commit(self, req: Req, node: TreeNode) -> torch.Tensor | None:
         """Take the slots of the request's plan. None: declined, to be computed, or put off."""
@@ -110,12 +112,15 @@ class Promises:
             return None
         self._pending = list(known.values())
         moves, hidden = [each.move for each in pending], None
-        tails = tails_of(batch, [move.plan for move in moves], self._limits.max_pass_tokens)
-        for move, tail in zip(moves, tails, strict=False):
-            move.tail = tail
         for each in pending:
             compat.keep_own(each.req, each.move.plan.start)
         try:
+            tails = tails_of(batch, [move.plan for move in moves], self._limits.max_pass_tokens)
+            self._num_with_tails += bool(tails)
+            # now and then SGLang's extend runs alone: what never runs is never observed
+            if not explores(self._num_with_tails):
+                for move, tail in zip(moves, tails, strict=False):
+                    move.tail = tail
             hidden = self._fusion_pass.run(moves)
         except Exception:
             logger.exception("chunk cache: %d prompt(s) cannot be filled", len(pending))

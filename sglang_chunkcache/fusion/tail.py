@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch import Tensor
 
+from radix_ext.moved_plan import MAX_TAIL_TOKENS
 from sglang_chunkcache.fusion.choosing import ids_of
 from sglang_chunkcache.fusion.move import Tail
 from sglang_chunkcache.scheduler.node import state
@@ -33,10 +34,11 @@ def tails_of(batch: ScheduleBatch, plans: Sequence[ReusePlan], max_tokens: int) 
     compute them, or a pass with them would be larger than `max_tokens`."""
     if len(plans) != len(batch.reqs) or batch.forward_mode is not ForwardMode.EXTEND:
         return []
-    if not any(plan.recomputed_len + plan.gap_len for plan in plans):
+    num_tokens = sum(batch.extend_lens)
+    num_others = sum(plan.recomputed_len + plan.gap_len for plan in plans)
+    if not num_others:
         return []  # there is no pass to join
-    num_tokens = sum(batch.extend_lens) + sum(plan.num_pass_tokens for plan in plans)
-    if num_tokens > max_tokens:
+    if num_tokens > MAX_TAIL_TOKENS or num_tokens + num_others > max_tokens:
         return []
     tails = list[Tail]()
     slots = batch.out_cache_loc.split(batch.extend_lens)
@@ -55,10 +57,13 @@ def given(runner: Any, hidden: Tensor) -> Iterator[None]:
     """In the block the runner's inner model gives `hidden`, [n, hidden_size] of the batch's rows.
     A captured graph would not ask it."""
     inner, graphs = runner.model.model, runner.prefill_cuda_graph_runner
+    compiled = vars(inner).get("forward")  # 0.5.21's piecewise graphs have one of their own
     inner.forward = lambda *args, **kwargs: hidden  # hides the class's until it is deleted
     runner.prefill_cuda_graph_runner = None
     try:
         yield
     finally:
         del inner.forward
+        if compiled is not None:
+            inner.forward = compiled
         runner.prefill_cuda_graph_runner = graphs

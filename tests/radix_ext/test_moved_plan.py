@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from radix_ext import ChunkId, FusionRequest, Span
 from radix_ext.costs import Line, Phase, Work
 from radix_ext.moved_plan import (
+    MAX_TAIL_TOKENS,
     MIN_GAIN,
     Candidate,
     Limits,
@@ -226,20 +227,29 @@ def test_the_budget_is_for_as_many_as_may_be_recomputed() -> None:
 # What it takes
 
 
-@pytest.mark.parametrize(("overhead", "is_moved"), [(3.7, True), (4.0, False)])
+@pytest.mark.parametrize(("overhead", "is_moved"), [(13.7, True), (14.0, False)])
 def test_moving_must_be_faster(overhead: float, is_moved: bool) -> None:
-    """10 tokens moved, 5 of them recomputed, 2 more prefilled:
-    12 + overhead + 5 + .1 against 10 + 12, less a twentieth."""
+    """10 tokens moved, 5 of them recomputed with 2 more behind them:
+    overhead + 7 + .1 against 10 + 12, less a twentieth."""
     costs = make_costs(recompute=(overhead, 1.0))
     plan = plan_of("AAAAAAAAAA..", "A", fusion=make_request("first", 0.5), costs=costs)
     assert bool(plan.pieces) == is_moved
     assert plan.fallbacks == (() if is_moved else (NotMoved.NOT_WORTH_IT,))
-    assert plan.estimate == pytest.approx((12 + overhead + 5 + 0.1, 22))
+    assert plan.estimate == pytest.approx((overhead + 7 + 0.1, 22))
+
+
+def test_long_question_has_a_forward_of_its_own() -> None:
+    costs, layout = make_costs(recompute=(0.0, 1.0)), "A" * 4000 + "." * MAX_TAIL_TOKENS
+    limits = Limits(10_000, 10_000)
+    for more, num_calls in (("", 0), (".", 1)):
+        fusion = make_request("first", 0.5)
+        plan = plan_of(layout + more, "A", fusion=fusion, limits=limits, costs=costs)
+        assert plan.works.get(Phase.EXTEND, Work()).calls == num_calls
 
 
 def test_plan_ends_where_moving_stops_paying() -> None:
     """The gap of B takes longer in the pass than C saves: A alone is moved."""
-    costs = make_costs(recompute=(0.0, 2.0))
+    costs = make_costs(recompute=(0.0, 4.0))
     plan = plan_of("AAAAAABBBBBBCC..", "AC", costs=costs)
     assert pieces(plan) == [(0, 6, True)]
     assert plan.fallbacks == (NotMoved.NOT_WORTH_IT,)
@@ -258,7 +268,7 @@ def test_question_that_eats_the_gain_is_not_asked() -> None:
     """The plan names the selector that takes its place."""
     layout, fusion = "AAAAAAAAAA..", make_request("query", 0.2)
     asked = plan_of(layout, "A", fusion=fusion, costs=make_costs(question=1.0))
-    cheaper = plan_of(layout, "A", fusion=fusion, costs=make_costs(question=9.0))
+    cheaper = plan_of(layout, "A", fusion=fusion, costs=make_costs(question=19.0))
     assert (asked.fusion, asked.measured_len) == (fusion, 2)
     assert (cheaper.fusion, cheaper.measured_len) == (
         replace(fusion, selector="first", recipe="r/by=first"),
@@ -607,13 +617,17 @@ def test_no_end_of_the_plan_is_faster(
     def slow_seconds(hits: Sequence[Span], choice: FusionRequest) -> float:
         end = hits[-1].end if hits else 0
         moved_len = sum(span.end - span.start for span in hits)
-        total = _slow(costs[Phase.EXTEND], range(end + 1, len(layout) + 1))
+        total, rest = 0.0, range(end + 1, len(layout) + 1)
         for phase in (Phase.DEVICE, Phase.HOST):
             mine = [span.end - span.start for span in hits if where[span.chunk] == phase]
             num_calls = len(mine) if phase is Phase.HOST else min(1, len(mine))
             total += costs[phase].fixed * num_calls + costs[phase].each * sum(mine)
         recomputed = math.ceil(choice.expected_ratio * moved_len) if choice.recomputes else 0
-        total += _slow(costs[Phase.RECOMPUTE], [end] * (end - moved_len + recomputed))
+        computed = [end] * (end - moved_len + recomputed)
+        if hits and computed and end == spans[-1].end:
+            total += _slow(costs[Phase.RECOMPUTE], [*computed, *rest])
+        else:
+            total += _slow(costs[Phase.RECOMPUTE], computed) + _slow(costs[Phase.EXTEND], rest)
         asked = min(2, len(layout) - spans[-1].end) if hits else 0
         if choice.selector in ("query", "critical"):
             share = min(layer or num_layers, num_layers) / num_layers

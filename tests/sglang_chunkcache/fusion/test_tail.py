@@ -6,6 +6,7 @@ from __future__ import annotations
 from array import array
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -117,7 +118,7 @@ def test_pass_that_fails_leaves_the_question_to_the_forward(scene: Scene) -> Non
 )
 def test_forward_takes_what_it_is_given(scene: Scene) -> None:
     """Its logits are of that, and the next forward's are its own again, whatever happens."""
-    runner, graphs = scene.runner, object()
+    runner, graphs, compiled = scene.runner, object(), mock.Mock()
     ids, slots = TOKENS["A"], SOURCE[: LENS["A"]]
     ordinary = models.prefill(runner, ids, slots)
     before = runner.prefill_cuda_graph_runner
@@ -128,10 +129,13 @@ def test_forward_takes_what_it_is_given(scene: Scene) -> None:
     scene.assert_close(got, models.logits_of(runner, hidden)[-1])
     runner.prefill_cuda_graph_runner = graphs
     try:
+        runner.model.model.forward = compiled
         with pytest.raises(OSError, match="planted"), given(runner, hidden):
             raise OSError("planted")
         assert runner.prefill_cuda_graph_runner is graphs
+        assert runner.model.model.forward is compiled
     finally:
+        del runner.model.model.forward
         runner.prefill_cuda_graph_runner = before
     assert torch.equal(models.prefill(runner, ids, slots), ordinary)
     models.prefill(runner, WHOLE, REFERENCE[: len(WHOLE)])
@@ -157,7 +161,7 @@ def tails(*changes: dict[str, Any], **of_batch: Any) -> list[Tail]:
             "Any", SimpleNamespace(spans=[Span(5, change["chunks_end"], ChunkId("a"))])
         )
         end, recomputed = change["end"], change["recomputed"]
-        plan = {"recomputed_len": recomputed, "gap_len": 0, "num_pass_tokens": recomputed + 10}
+        plan = {"recomputed_len": recomputed, "gap_len": 4 * bool(recomputed)}
         plans.append(SimpleNamespace(end=end, **plan))
         reqs.append(req)
         lens.append(change.get("length", len(IDS) + change["answer"] - end))
@@ -180,7 +184,7 @@ def test_a_batch_of_moved_requests_has_tails() -> None:
     assert first.slots.tolist() == list(range(100, 110))
     assert second.token_ids.tolist() == [*IDS[15:], 7, 7]
     assert second.slots.tolist() == list(range(110, 127))
-    assert len(tails({}, {}, max_tokens=46)) == 2
+    assert len(tails({}, {}, max_tokens=34)) == 2
 
 
 @pytest.mark.parametrize(
@@ -192,7 +196,8 @@ def test_a_batch_of_moved_requests_has_tails() -> None:
         pytest.param([{}, {"chunks_end": 25}], {}, id="a chunk is computed"),
         pytest.param([{"start": 18, "length": 12}], {}, id="the region was cut"),
         pytest.param([{"recomputed": 0}], {}, id="no pass"),
-        pytest.param([{}, {}], {"max_tokens": 45}, id="too large"),
+        pytest.param([{}, {}], {"max_tokens": 33}, id="too large"),
+        pytest.param([{}, {"answer": 1010}], {"max_tokens": 9999}, id="long tails"),
     ],
 )
 def test_other_batches_have_none(changes: list[dict[str, Any]], of_batch: dict[str, Any]) -> None:
