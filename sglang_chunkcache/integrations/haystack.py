@@ -6,11 +6,13 @@ index.
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from haystack import Document, component, default_from_dict, default_to_dict
-from haystack.dataclasses import ChatMessage, StreamingCallbackT, StreamingChunk
+from haystack.dataclasses import ChatMessage, StreamingCallbackT, StreamingChunk, ToolCall
 from haystack.dataclasses.streaming_chunk import select_streaming_callback
 from haystack.tools import (
     ToolsType,
@@ -28,6 +30,8 @@ from sglang_chunkcache.integrations.server import (
     Joined,
     chunks_of,
 )
+
+logger = logging.getLogger(__name__)
 
 
 @component
@@ -205,18 +209,30 @@ def _replies(answer: Mapping[str, Any]) -> list[ChatMessage]:
     replies = []
     for choice in answer["choices"]:
         said = choice["message"]
-        calls = {"tool_calls": said["tool_calls"]} if said.get("tool_calls") else {}
-        told = {"role": "assistant", "content": said.get("content") or "", **calls}
-        message = ChatMessage.from_openai_dict_format(told)
-        message.meta.update(
-            model=answer["model"],
-            index=choice["index"],
-            finish_reason=choice["finish_reason"],
-            usage=answer.get("usage"),
-            chunkcache=answer.get("chunkcache"),
+        meta = {"model": answer["model"], "index": choice["index"]}
+        meta |= {name: answer.get(name) for name in ("usage", "chunkcache")}
+        meta["finish_reason"] = choice["finish_reason"]
+        message = ChatMessage.from_assistant(
+            said.get("content") or None,
+            meta=meta,
+            tool_calls=[*filter(None, map(_tool_call, said.get("tool_calls") or []))],
+            reasoning=said.get("reasoning_content") or None,
         )
         replies.append(message)
     return replies
+
+
+def _tool_call(call: Mapping[str, Any]) -> ToolCall | None:
+    """None: its arguments are no JSON object. Haystack's own generators skip such a call, too."""
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except ValueError:
+        arguments = None
+    if isinstance(arguments, dict):
+        return ToolCall(id=call["id"], tool_name=function["name"], arguments=arguments)
+    logger.warning("arguments of the tool %s are no JSON object", function["name"])
+    return None
 
 
 def _streamed(event: Mapping[str, Any]) -> StreamingChunk:

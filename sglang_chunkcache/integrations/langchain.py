@@ -6,6 +6,7 @@ retriever over the server's index.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
@@ -23,6 +24,7 @@ from langchain_core.messages import (
     AIMessage,
     AIMessageChunk,
     BaseMessage,
+    HumanMessage,
     convert_to_openai_messages,
 )
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
@@ -69,6 +71,8 @@ class ChatChunkCache(BaseChatModel):
     """Of the chunks: `retriever`, `frequency`, `tree`; None: the server's."""
     reuse: Any = None
     """Moved KV: `"fused"`, or the field's object."""
+    tools_strict: bool | None = None
+    """Arguments of tools, and structured output, are held to their schemas."""
     extra_body: dict[str, Any] = Field(default_factory=dict)
     """Any other field of the request."""
 
@@ -78,7 +82,10 @@ class ChatChunkCache(BaseChatModel):
 
     @property
     def _identifying_params(self) -> dict[str, Any]:
-        return self._fields()
+        """LangChain's cache tells models apart by them: tenants, too."""
+        key = self.api_key.get_secret_value() if self.api_key else ""
+        digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+        return {"base_url": self.base_url, "key": digest, **self._fields(), **self.extra_body}
 
     def bind_tools(
         self,
@@ -88,8 +95,9 @@ class ChatChunkCache(BaseChatModel):
         strict: bool | None = None,
         **kwargs: Any,
     ) -> Runnable[LanguageModelInput, AIMessage]:
-        """`tool_choice`: a tool's name, `auto`, `none`, or `any`. `strict`: arguments are held to
-        the tools' schemas."""
+        """`tool_choice`: a tool's name, `auto`, `none`, or `any`. `strict`: in place of
+        `tools_strict`."""
+        strict = self.tools_strict if strict is None else strict
         described = [convert_to_openai_tool(tool, strict=strict) for tool in tools]
         return self.bind(tools=described, tool_choice=tool_choice, **kwargs)
 
@@ -151,6 +159,8 @@ class ChatChunkCache(BaseChatModel):
         documents: Sequence[Document] | None = kwargs.pop("documents", None)
         body = {**self._fields(), **self.extra_body, **kwargs}
         body["messages"] = [_message(message) for message in messages]
+        if body.get("n", 1) != 1:
+            raise ValueError("one answer a call: `n` must be 1")
         if stop:
             body["stop"] = stop
         if (choice := tool_choice(body.pop("tool_choice", None))) is not None:
@@ -174,6 +184,7 @@ def create_chunks_chain(
 
     Args:
         llm: a `ChatChunkCache`, or one with tools or other arguments bound.
+        output_parser: None: the text.
     """
     parser = output_parser or StrOutputParser()
 
@@ -182,7 +193,8 @@ def create_chunks_chain(
         if documents is None:
             raise ValueError(f"no documents in {document_variable_name!r}")
         filled = RunnableLambda(lambda given: {**given, document_variable_name: ""})
-        return filled | prompt | llm.bind(documents=list(documents)) | parser
+        asked = RunnableLambda(lambda value: with_documents(value.to_messages(), documents))
+        return filled | prompt | asked | llm | parser
 
     return RunnableLambda(route).with_config(run_name="chunks_chain")
 
@@ -216,10 +228,37 @@ class ChunkCacheRetriever(BaseRetriever):
         return {"query": query, "k": self.k, **({"mode": self.mode} if self.mode else {})}
 
 
+def with_documents(
+    messages: Sequence[BaseMessage], documents: Sequence[Document]
+) -> list[BaseMessage]:
+    """The documents in the last message of a user, where nothing on the way to the model drops
+    them, as LangChain's structured output drops arguments of a call.
+    Raises ValueError: there is no such message."""
+    for index in reversed(range(len(messages))):
+        message = messages[index]
+        if isinstance(message, HumanMessage):
+            blocks = [
+                {"type": "text-plain", "id": each.id, "text": each.page_content}
+                for each in documents
+            ]
+            asked = message.content
+            rest = [{"type": "text", "text": asked}] if isinstance(asked, str) else asked
+            changed = message.model_copy(update={"content": [*blocks, *rest]})
+            return [*messages[:index], changed, *messages[index + 1 :]]
+    raise ValueError("the prompt has no message of a user")
+
+
 def _message(message: BaseMessage) -> dict[str, Any]:
-    """OpenAI's, with `chunks` of its blocks `text-plain`."""
+    """OpenAI's, with `chunks` of its blocks `text-plain`. Of an answer the text: calls of tools are
+    beside it, reasoning does not go back."""
+    if isinstance(message, AIMessage) and isinstance(message.content, list):
+        message = message.model_copy(update={"content": str(message.text)})
     blocks = message.content if isinstance(message.content, list) else []
-    texts = [each for each in blocks if isinstance(each, dict) and each["type"] == "text-plain"]
+    texts = [
+        each
+        for each in blocks
+        if isinstance(each, dict) and "text" in each and each.get("type") == "text-plain"
+    ]
     if texts:
         rest = [each for each in blocks if each not in texts]
         message = message.model_copy(update={"content": rest})
@@ -308,7 +347,11 @@ def _documents(found: dict[str, Any]) -> list[Document]:
         Document(
             id=each["id"],
             page_content=each["text"],
-            metadata={name: each[name] for name in ("score", "title", "mode") if each.get(name)},
+            metadata={
+                name: each[name]
+                for name in ("score", "title", "mode")
+                if each.get(name) is not None
+            },
         )
         for each in found["passages"]
     ]

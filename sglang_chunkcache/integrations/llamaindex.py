@@ -188,7 +188,9 @@ async def _atexts(
 
 
 def _delta(event: dict[str, Any]) -> list[str]:
-    return [text for choice in event["choices"] if (text := choice["delta"].get("content"))]
+    """Of the first answer."""
+    first = (choice for choice in event["choices"] if not choice["index"])
+    return [text for choice in first if (text := choice["delta"].get("content"))]
 
 
 def _nodes(found: dict[str, Any]) -> list[NodeWithScore]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import httpx
@@ -14,6 +16,8 @@ from sglang_chunkcache.errors import RefusedError, ServerError
 
 CHAT, RETRIEVE = "/rag/v1/chat/completions", "/rag/v1/retrieve"
 DEFAULT_URL = "http://127.0.0.1:30000"
+MAX_ID = 256
+"""Characters of a label; of a longer one the server keeps less."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Endpoint:
     """
 
     url: str = DEFAULT_URL
-    api_key: str | None = None
+    api_key: str | None = field(default=None, repr=False)
     timeout_s: float = 600.0
 
     def post(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -51,7 +55,10 @@ class Endpoint:
             if answer.is_error:
                 answer.read()
                 _parsed(answer)
-            yield from filter(None, map(_event, answer.iter_lines()))
+            events = _Events()
+            for text in answer.iter_text():
+                yield from events.of(text)
+            events.end()
 
     async def astream(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
         """As `stream`."""
@@ -63,14 +70,17 @@ class Endpoint:
                 if answer.is_error:
                     await answer.aread()
                     _parsed(answer)
-                async for line in answer.aiter_lines():
-                    if event := _event(line):
+                events = _Events()
+                async for text in answer.aiter_text():
+                    for event in events.of(text):
                         yield event
+                events.end()
 
     def _options(self) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         timeout = httpx.Timeout(self.timeout_s, connect=10.0)
-        return {"base_url": self.url.rstrip("/"), "headers": headers, "timeout": timeout}
+        base = {"base_url": self.url.rstrip("/"), "headers": headers, "timeout": timeout}
+        return {**base, "verify": _tls()}
 
 
 class Joined:
@@ -84,10 +94,15 @@ class Joined:
         told = {name: event.get(name) for name in ("id", "model", "usage", "chunkcache")}
         self._answer |= {name: value for name, value in told.items() if value is not None}
         for each in event["choices"]:
-            empty = {"message": {"content": ""}, "finish_reason": None, "calls": {}}
+            empty = {
+                "message": {"content": "", "reasoning_content": ""},
+                "finish_reason": None,
+                "calls": {},
+            }
             choice = self._choices.setdefault(each["index"], {"index": each["index"], **empty})
             choice["finish_reason"] = each.get("finish_reason") or choice["finish_reason"]
-            choice["message"]["content"] += each["delta"].get("content") or ""
+            for name in ("content", "reasoning_content"):
+                choice["message"][name] += each["delta"].get(name) or ""
             for call in each["delta"].get("tool_calls") or []:
                 function = {"name": "", "arguments": ""}
                 known = choice["calls"].setdefault(
@@ -106,12 +121,13 @@ class Joined:
         return {**self._answer, "choices": choices}
 
 
-def chunks_of(texts: Sequence[str], ids: Sequence[str | None]) -> list[dict[str, str]]:
-    """The field `chunks`. Where not every text has an id of its own, their positions are the
-    labels: what the answer names is then one of them for sure."""
-    if None in ids or len(set(ids)) < len(ids):
-        ids = [str(index) for index in range(len(texts))]
-    return [{"id": str(label), "text": text} for label, text in zip(ids, texts, strict=True)]
+def chunks_of(texts: Sequence[str], ids: Sequence[Any]) -> list[dict[str, str]]:
+    """The field `chunks`. Where not every text has an id of its own, or one is longer than the
+    server keeps, their positions are the labels: what the answer names is then one of them."""
+    labels = [str(each) for each in ids]
+    if None in ids or len(set(labels)) < len(labels) or any(len(e) > MAX_ID for e in labels):
+        labels = [str(index) for index in range(len(texts))]
+    return [{"id": label, "text": text} for label, text in zip(labels, texts, strict=True)]
 
 
 def tool_choice(choice: str | bool | Mapping[str, Any] | None) -> Any:
@@ -127,15 +143,37 @@ def _streamed(body: Mapping[str, Any]) -> dict[str, Any]:
     return {**body, "stream": True, "stream_options": {"include_usage": True}}
 
 
-def _event(line: str) -> dict[str, Any] | None:
-    """Raises ServerError: the server tells of an error in the stream."""
-    data = line.removeprefix("data:").strip()
-    if not line.startswith("data:") or data == "[DONE]":
-        return None
-    event: dict[str, Any] = json.loads(data)
-    if "error" in event:
-        raise ServerError(str(event["error"].get("message", event["error"])))
-    return event
+@cache
+def _tls() -> ssl.SSLContext:
+    """Once: one takes longer than a small request."""
+    return httpx.create_ssl_context()
+
+
+class _Events:
+    """Raises ServerError: the server tells of an error in the stream, or it is no such stream."""
+
+    def __init__(self) -> None:
+        self._rest, self._is_over = "", False
+
+    def of(self, text: str) -> Iterator[dict[str, Any]]:
+        # By line feeds alone: JSON may have other characters that Python takes for ends of lines.
+        *lines, self._rest = (self._rest + text).split("\n")
+        for line in lines:
+            data = line.removeprefix("data:").strip()
+            if not line.startswith("data:"):
+                continue
+            if data == "[DONE]":
+                self._is_over = True
+                continue
+            event: dict[str, Any] = json.loads(data)
+            if error := event.get("error"):
+                told = error.get("message") if isinstance(error, dict) else error
+                raise ServerError(str(told))
+            yield event
+
+    def end(self) -> None:
+        if not self._is_over:
+            raise ServerError("the stream ended early")
 
 
 def _parsed(answer: httpx.Response) -> dict[str, Any]:
@@ -155,5 +193,5 @@ def _parsed(answer: httpx.Response) -> dict[str, Any]:
 def _errors(url: str) -> Iterator[None]:
     try:
         yield
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, json.JSONDecodeError) as error:
         raise ServerError(f"{url}: {type(error).__name__}: {error}") from error

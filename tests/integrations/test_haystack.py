@@ -16,7 +16,11 @@ from haystack.utils import Secret
 
 from sglang_chunkcache.errors import RefusedError
 from sglang_chunkcache.integrations.examples import PASSAGES, QUESTIONS
-from sglang_chunkcache.integrations.haystack import ChunkCacheChatGenerator, ChunkCacheRetriever
+from sglang_chunkcache.integrations.haystack import (
+    ChunkCacheChatGenerator,
+    ChunkCacheRetriever,
+    _replies,
+)
 
 QUESTION, ANSWER = next(iter(QUESTIONS.items()))
 SETTINGS: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
@@ -105,6 +109,18 @@ def test_tools(url: str, writes_json: dict[str, Any]) -> None:
     for reply in (whole, streamed):
         assert [call.tool_name for call in reply.tool_calls] == ["weather"]
         assert reply.tool_calls[0].arguments["city"] in ("Ashburg", "Norton")
+
+
+@pytest.mark.parametrize("arguments", ['{"city": ', "[1]"])
+def test_call_whose_arguments_are_no_object_is_left_out(arguments: str) -> None:
+    """As Haystack's own generators leave out malformed ones."""
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    message = {"content": "Yes.", "tool_calls": [call], "reasoning_content": "Hm."}
+    choice = {"index": 0, "message": message, "finish_reason": "tool_calls"}
+    (reply,) = _replies({"model": "m", "choices": [choice]})
+    assert (reply.text, reply.tool_calls) == ("Yes.", [])
+    assert reply.reasoning is not None
+    assert reply.reasoning.reasoning_text == "Hm."
 
 
 def test_errors(generator: ChunkCacheChatGenerator) -> None:

@@ -9,9 +9,11 @@ import pytest
 
 pytest.importorskip("langchain_core")
 
+from langchain_core.caches import InMemoryCache
 from langchain_core.documents import Document
-from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
+from pydantic import BaseModel
 
 from sglang_chunkcache.errors import RefusedError, ServerError
 from sglang_chunkcache.integrations.examples import PASSAGES, QUESTIONS
@@ -20,7 +22,9 @@ from sglang_chunkcache.integrations.langchain import (
     ChunkCacheRetriever,
     _result,
     create_chunks_chain,
+    with_documents,
 )
+from sglang_chunkcache.integrations.server import _Events, chunks_of
 
 QUESTION, ANSWER = next(iter(QUESTIONS.items()))
 
@@ -138,6 +142,65 @@ def test_chain_in_place_of_stuffing(llm: ChatChunkCache) -> None:
     assert inputs["context"][0].id == "jonas"
     with pytest.raises(ValueError, match="no documents in 'context'"):
         chain.invoke({"input": QUESTION})
+
+
+def test_structured_output_reads_documents_in_a_message(
+    url: str, writes_json: dict[str, Any]
+) -> None:
+    """Arguments of a call LangChain drops on the way."""
+
+    class Weather(BaseModel):
+        """The weather of a city."""
+
+        city: Literal["Ashburg", "Norton"]
+
+    llm = ChatChunkCache(base_url=url, temperature=0, tools_strict=True, extra_body=writes_json)
+    structured = llm.with_structured_output(Weather, include_raw=True)
+    found: Any = structured.invoke(with_documents([HumanMessage(QUESTION)], documents("boris")))
+    assert found["parsed"].city in ("Ashburg", "Norton")
+    assert found["raw"].response_metadata["chunkcache"]["order"] == ["boris"]
+
+
+def test_answer_goes_back_as_its_text(llm: ChatChunkCache) -> None:
+    said = AIMessage([{"type": "reasoning", "reasoning": "Hm."}, {"type": "text", "text": "Yes."}])
+    message = llm.invoke([HumanMessage("Are you there?"), said, HumanMessage(QUESTION)])
+    assert message.content
+
+
+def test_cache_of_langchain_keeps_tenants_apart(url: str) -> None:
+    kept, given = InMemoryCache(), documents("boris")
+    asked: dict[str, Any] = {"base_url": url, "temperature": 0, "max_tokens": 24, "cache": kept}
+    answers = [
+        ChatChunkCache(**asked, extra_body={"cache_salt": salt}).invoke(QUESTION, documents=given)
+        for salt in ("a", "b", "a")
+    ]
+    assert answers[0].id == answers[2].id != answers[1].id
+
+
+def test_one_answer_a_call(llm: ChatChunkCache) -> None:
+    with pytest.raises(ValueError, match="`n` must be 1"):
+        llm.invoke(QUESTION, n=2)
+
+
+def test_events_end_with_line_feeds_alone() -> None:
+    """JSON may have what Python takes for the end of a line, and pieces end anywhere."""
+    odd = "x\u2028y\x85z"
+    text = f'data: {{"a": "{odd}"}}\r\n\r\ndata: {{"b": 1}}\n\ndata: [DONE]\n\n'
+    events = _Events()
+    found = [each for at in range(0, len(text), 7) for each in events.of(text[at : at + 7])]
+    events.end()
+    assert found == [{"a": odd}, {"b": 1}]
+    with pytest.raises(ServerError, match="ended early"):
+        _Events().end()
+    for error in ('"no"', '{"message": "no"}'):
+        with pytest.raises(ServerError, match=r"^no$"):
+            list(_Events().of(f'data: {{"error": {error}}}\n'))
+
+
+def test_ids_that_cannot_name_a_document_are_positions() -> None:
+    for ids in (["a", None], ["1", 1], ["a", "x" * 257]):
+        assert [each["id"] for each in chunks_of(["s", "t"], ids)] == ["0", "1"]
+    assert [each["id"] for each in chunks_of(["s", "t"], ["a", 2])] == ["a", "2"]
 
 
 def test_retriever(url: str, llm: ChatChunkCache) -> None:
