@@ -44,11 +44,11 @@ def tails_of(batch: ScheduleBatch, plans: Sequence[ReusePlan], max_tokens: int) 
     slots = batch.out_cache_loc.split(batch.extend_lens)
     lens = zip(batch.prefix_lens, batch.extend_lens, strict=True)
     for req, plan, (start, length), own in zip(batch.reqs, plans, lens, slots, strict=True):
-        ids, spans = req.origin_input_ids + req.output_ids, state(req).spans
-        ends = start == plan.end and start + length == len(ids)
+        ids, spans = req.origin_input_ids[start:] + req.output_ids, state(req).spans
+        ends = start == plan.end and length == len(ids)
         if not ends or spans is None or spans.spans[-1].end > start:
             return []
-        tails.append(Tail(ids_of(ids[start:]), own))
+        tails.append(Tail(ids_of(ids), own))
     return tails
 
 

@@ -45,7 +45,6 @@ from sglang_chunkcache.integrations.server import (
     RETRIEVE,
     Endpoint,
     chunks_of,
-    tool_choice,
 )
 
 
@@ -163,7 +162,7 @@ class ChatChunkCache(BaseChatModel):
             raise ValueError("one answer a call: `n` must be 1")
         if stop:
             body["stop"] = stop
-        if (choice := tool_choice(body.pop("tool_choice", None))) is not None:
+        if (choice := _choice(body.pop("tool_choice", None))) is not None:
             body["tool_choice"] = choice
         if documents is not None:
             texts = [document.page_content for document in documents]
@@ -266,6 +265,15 @@ def _message(message: BaseMessage) -> dict[str, Any]:
     if texts:
         told["chunks"] = chunks_of([b["text"] for b in texts], [b.get("id") for b in texts])
     return told
+
+
+def _choice(choice: str | bool | dict[str, Any] | None) -> Any:
+    """OpenAI's, of a name, of `any`, or of itself."""
+    if choice is True or choice == "any":
+        return "required"
+    if isinstance(choice, str) and choice not in ("auto", "none", "required"):
+        return {"type": "function", "function": {"name": choice}}
+    return choice or None
 
 
 def _result(answer: dict[str, Any]) -> ChatResult:

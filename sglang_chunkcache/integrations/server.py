@@ -130,15 +130,6 @@ def chunks_of(texts: Sequence[str], ids: Sequence[Any]) -> list[dict[str, str]]:
     return [{"id": label, "text": text} for label, text in zip(labels, texts, strict=True)]
 
 
-def tool_choice(choice: str | bool | Mapping[str, Any] | None) -> Any:
-    """OpenAI's, of a name, of `any`, or of itself."""
-    if choice is True or choice == "any":
-        return "required"
-    if isinstance(choice, str) and choice not in ("auto", "none", "required"):
-        return {"type": "function", "function": {"name": choice}}
-    return choice or None
-
-
 def _streamed(body: Mapping[str, Any]) -> dict[str, Any]:
     return {**body, "stream": True, "stream_options": {"include_usage": True}}
 
