@@ -102,7 +102,7 @@ for asked in map(Requirement, requires("sglang")):
     if (asked.marker is None or asked.marker.evaluate({"extra": ""})) and not asked.name.startswith("torch"):
         print(f"{asked.name}{asked.specifier}")
 PY
-    pip_install -c "$venv/sglang.constraints" -e '.[cpu,retrieval,encoders,eval,dev]'
+    pip_install -c "$venv/sglang.constraints" -e '.[cpu,retrieval,encoders,page,eval,dev]'
     pip_install -c "$venv/sglang.constraints" --no-deps flashinfer-python # compiled and checked without a GPU, too
 fi
 say "compiling"

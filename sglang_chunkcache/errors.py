@@ -7,6 +7,7 @@ ChunkCacheError
     HistoryError        nobody can tell which chunks an earlier turn has shown, and the request
                         would rather have no answer: HTTP 422, which clients do not retry
     BodyTooLargeError   a body over the limit, of which the rest is not read: HTTP 413
+  ForbiddenError        the live page's data is for others than who asks: HTTP 403
   BusyError             too many long requests wait, or the server is about to end: HTTP 503
   SearchFailedError     the index gave no answer, without a client's mistake: HTTP 500 or 503
   ServerError           a mistake on a command line, or a server that does not serve: one line
@@ -40,6 +41,10 @@ class HistoryError(RequestError):
 
 class BodyTooLargeError(RequestError):
     status = 413
+
+
+class ForbiddenError(ChunkCacheError):
+    status = 403
 
 
 class BusyError(ChunkCacheError):

@@ -18,6 +18,8 @@
 - AROUND `TokenizerManager.generate_request`, in the main process only: the one place that every
   endpoint's request passes before it goes to the scheduler. Looks for `chunks` that nobody reads,
   and guards with `--chunkcache-guard on`.
+- AROUND `decide_request_auth`, in the main process only: SGLang opens an endpoint without a key for
+  probes alone, and refuses a tenant's key like none.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ UPDATES = [
     *(f"{UPDATER}.update_weights_from_{each}" for each in ("disk", "distributed", "tensor", "ipc")),
     f"{UPDATER}.begin_weight_update",
 ]
+DECIDE_AUTH = "sglang.srt.utils.auth.decide_request_auth"
 GENERATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 
 
@@ -58,15 +61,18 @@ def register_hooks(settings: ChunkCacheConfig | None, front: Parts | None) -> No
     for target, hook, when in _hooks(settings):
         HookRegistry.register(target, hook, when)
     if front is not None:
+        from sglang_chunkcache.front.page.access import decide
+
         guard = front.guard if front.config.guard == "on" else None
         HookRegistry.register(GENERATE_REQUEST, _watched(front.misplaced, guard), HookType.AROUND)
+        HookRegistry.register(DECIDE_AUTH, decide, HookType.AROUND)
 
 
 def missing_hooks(settings: ChunkCacheConfig, *, is_main: bool) -> list[str]:
     """Targets that SGLang failed to patch: it logs such a failure and continues without the
     hook."""
     targets = [target for target, _, _ in _hooks(settings)]
-    targets += [GENERATE_REQUEST] if is_main else []
+    targets += [GENERATE_REQUEST, DECIDE_AUTH] if is_main else []
     return [target for target in targets if target not in HookRegistry._patched]
 
 

@@ -24,6 +24,7 @@ from sglang_chunkcache.front.conversations import Conversations
 from sglang_chunkcache.front.event_mirror import EventMirror
 from sglang_chunkcache.front.fusion_options import ReuseIn, fused_request
 from sglang_chunkcache.front.metrics import Metrics
+from sglang_chunkcache.front.page.history import History
 from sglang_chunkcache.front.rank_mirror import RankMirror
 from sglang_chunkcache.front.reasons import Reasons, counts, fallbacks, missed
 from sglang_chunkcache.front.request import Planned, RagRequest
@@ -72,6 +73,7 @@ class Bookkeeper:
         )
         self.metrics = Metrics(prometheus=prometheus)
         self.metrics.show_tree(self.kind)
+        self.history = History(clock)
         self.audit = (
             Audit(
                 share=config.audit_share,
@@ -101,7 +103,7 @@ class Bookkeeper:
     @contextmanager
     def begin(self, rag: RagRequest) -> Iterator[RagRequest]:
         """Count the request, take what it takes, and give that back at the end of the block."""
-        planned = rag.planned
+        planned, rag.began_s = rag.planned, self._clock()
         # First: the counts that spans_of reads are to include this request.
         self._count_request(planned)
         spans = self.spans_of(planned)
@@ -172,6 +174,8 @@ class Bookkeeper:
         has_tokens = meta.get("completion_tokens", 0) > 0
         if not rag.is_answered and (has_tokens or is_over):
             rag.is_answered = True
+            if has_tokens and not meta.get("finish_reason"):  # else it need not be the first output
+                rag.ttft_s = self._clock() - rag.began_s
             was_heard = text is not None or self._config.is_stock
             self._book_answer(rag, answer, meta, was_heard=was_heard)
         if index == 0:
@@ -248,6 +252,7 @@ class Bookkeeper:
         if rag.is_answered:
             mirror = self.mirrors[rag.served_by or 0]
             mirror.ended(rag.planned, rag.num_cached or 0, len(rag.output_ids))
+        self.history.add(rag)
 
     def _read(self, rag: RagRequest, text: str | None) -> Answer | None:
         """The rank's encoded answer, its events applied.

@@ -271,6 +271,10 @@ class RagRequest:
     is_cut: bool = False
     """The answer ended at a stop string: the client does not see all of its tokens,
     so they cannot be its history."""
+    began_s: float = 0.0
+    """By the bookkeeper's clock."""
+    ttft_s: float | None = None
+    """From then to the first token. None: there is none yet, or the request does not stream."""
     is_answered: bool = False
     """The first token is there, and with it all that the rank reports."""
     served_by: int | None = None

@@ -31,6 +31,7 @@ Handler = Callable[..., Awaitable[Any]]
 
 KINDS = {
     400: "BadRequestError",
+    403: "ForbiddenError",
     413: "RequestTooLargeError",
     422: "UnprocessableEntityError",
     500: "InternalServerError",

@@ -57,7 +57,12 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.auth import AuthLevel, auth_level, decide_request_auth
+from sglang.srt.utils.auth import (
+    AuthLevel,
+    add_api_key_middleware,
+    auth_level,
+    decide_request_auth,
+)
 
 import sglang_chunkcache
 from sglang_chunkcache import hooks
@@ -389,6 +394,14 @@ def test_sigterm_is_ours_from_the_start_on() -> None:
     assert handler.strip().endswith("self.tokenizer_manager.gracefully_exit = True")
     for module in (scheduler, detokenizer_manager, data_parallel_controller):
         assert "SIGTERM" not in source(module), module
+
+
+def test_keys_are_decided_by_one_function_of_named_arguments() -> None:
+    """Ours is around it (front/page/access.py)."""
+    text = source(add_api_key_middleware)
+    for each in ("= decide_request_auth(", "path=path,", "api_key=self.api_key,"):
+        assert each in text
+    assert "decision.error_status_code" in text
 
 
 def test_ready_is_open_and_asks_nobody() -> None:

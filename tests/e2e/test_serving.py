@@ -4,6 +4,8 @@ SGLang's own routes next to ours."""
 from __future__ import annotations
 
 from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
 
 import openai
 import pytest
@@ -143,6 +145,23 @@ def test_own_routes_and_metrics(rag_server: Server) -> None:
     assert stats["requests"]["finished"] > 0
     assert get(rag_server.url + "/chunkcache/tree?depth=2")["num_nodes"] == stats["tree"]["nodes"]
     assert 'chunkcache:prompt_tokens_total{fate="exact"}' in metrics_of(rag_server)
+
+
+def test_live_page_tells_what_answers_do(rag_server: Server) -> None:
+    """To this machine: the server has no key."""
+    told = cache_of(ask(rag_server, [0, 1], "Hello"))
+    with urlopen(rag_server.url + "/chunkcache/") as page:
+        assert "default-src 'none'" in page.headers["Content-Security-Policy"]
+    live = rag_server.url + "/chunkcache/live"
+    newest = get(live)["recent"][0]["number"]
+    plan = get(f"{live}/request?number={newest}")
+    assert plan["fates"] == told["fates"]
+    assert [each["label"] for each in plan["prompt"]] == told["order"]
+    assert len(plan["retrieved"]) == 2
+    assert get(f"{live}/tree")["num_children"] > 0
+    elsewhere = Request(live, headers={"Host": "evil.example"})
+    with pytest.raises(HTTPError, match="403"):
+        urlopen(elsewhere)
 
 
 def test_why_nothing_was_found_is_told(rag_server: Server) -> None:

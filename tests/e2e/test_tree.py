@@ -251,17 +251,18 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return make
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("family", "flags", "kind"),
     [
-        pytest.param("llama", [], "chunk", marks=pytest.mark.nightly),
+        ("llama", [], "chunk"),
         ("gemma3", [], "chunk"),
-        pytest.param("qwen3_moe", [], "chunk", marks=pytest.mark.nightly),
-        pytest.param("deepseek_v2", [], "chunk", marks=pytest.mark.nightly),
-        pytest.param("deepseek_v2", PAGED, "chunk", marks=pytest.mark.nightly),
-        pytest.param("llama", ["--chunkcache-tree", "stock"], "stock", marks=pytest.mark.nightly),
-        pytest.param("gemma3", PAGED, "chunk", marks=pytest.mark.nightly),
-        pytest.param("qwen3_moe", ["--page-size", "64"], "chunk", marks=pytest.mark.nightly),
+        ("qwen3_moe", [], "chunk"),
+        ("deepseek_v2", [], "chunk"),
+        ("deepseek_v2", PAGED, "chunk"),
+        ("llama", ["--chunkcache-tree", "stock"], "stock"),
+        ("gemma3", PAGED, "chunk"),
+        ("qwen3_moe", ["--page-size", "64"], "chunk"),
     ],
 )
 def test_random_model(

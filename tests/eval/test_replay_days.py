@@ -96,6 +96,7 @@ def test_the_worst_window_is_named_with_its_own_interval() -> None:
     assert "lru" not in found[0]
 
 
+@pytest.mark.nightly
 def test_topics_of_a_generated_trace_are_replaced(tmp_path: Path) -> None:
     results = run(tmp_path, "--generate", "300", "--days", "topics", "--capacity-tokens", "20000")
     assert {entry["cell"]["order"] for entry in results["days"]} == {

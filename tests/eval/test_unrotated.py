@@ -10,8 +10,9 @@ import torch
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.own_selectors import own_selectors
 from tests.kit.tensors import HERE, SOURCE, THERE, Scene, asked, make_scene, scene, table_of
+from tests.sglang_chunkcache.conftest import host_memory
 
-__all__ = ["make_scene", "scene"]
+__all__ = ["host_memory", "make_scene", "scene"]
 pytestmark = pytest.mark.engine
 
 
