@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.errors import CommandError
+from retrieval.command_line import Parser
 from sglang_chunkcache.chunk_files import Example, read_examples
 from sglang_chunkcache.client import Client, ServerError, settle
 
@@ -40,7 +41,7 @@ NUM_HALVINGS = 4
 
 def main(argv: Sequence[str]) -> int:
     """Print the steps and one JSON object; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval alpha",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

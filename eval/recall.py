@@ -39,6 +39,7 @@ from eval.data.retrieve import open_index, search
 from eval.errors import CommandError
 from eval.run import Run, Sample, new_folder
 from eval.task import TaskData
+from retrieval.command_line import Parser
 
 if TYPE_CHECKING:
     from retrieval.encoder import Encoder
@@ -247,7 +248,7 @@ def neighbor_shares(lists: Sequence[Sequence[Sequence[int]]]) -> dict[str, dict[
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval recall",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

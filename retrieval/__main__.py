@@ -14,6 +14,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from retrieval.command_line import Parser
 from retrieval.errors import RetrievalError
 from retrieval.passage import Passage, utf8
 from retrieval.progress import progress_bars
@@ -65,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m retrieval",
         description="A retriever for RAG: cut documents into passages, index them with FAISS and"
         " BM25, search.",

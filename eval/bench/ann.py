@@ -38,6 +38,7 @@ from eval.errors import CommandError
 from eval.outcome import add_out_option, interval, open_run, table, tell
 from eval.run import Run, Sample
 from eval.stats import quantile, summary
+from retrieval.command_line import Parser
 from retrieval.dense import (
     ADD_ROWS,
     Segment,
@@ -174,7 +175,7 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Build, measure, print."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval bench ann", description="Approximate against exact search."
     )
     add = parser.add_argument

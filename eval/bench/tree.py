@@ -9,7 +9,6 @@ the worst case for the search: random orders of the same k chunks, so that it ca
 included; requests are not kept.
 """
 
-import argparse
 import gc
 import random
 import tracemalloc
@@ -22,6 +21,7 @@ from typing import Any
 from eval.outcome import add_out_option, open_run, table, tell
 from eval.run import Sample
 from radix_ext import AccessTable, Chunk, ChunkId, ChunkPrefixTree, Tier, order_chunks
+from retrieval.command_line import Parser
 
 _NAMESPACE = "bench"
 _WINDOW, _MAX_VISITS = 1000, 64
@@ -170,7 +170,7 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval bench tree", description="Cost of tree, order and table."
     )
     parser.add_argument("--nodes", type=int, default=100_000)

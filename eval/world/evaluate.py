@@ -25,6 +25,7 @@ from eval.run import Sample
 from eval.world.kinds import KINDS, Asked
 from eval.world.tokenizer import turn_pieces
 from eval.world.world import World, order_questions
+from retrieval.command_line import Parser
 from sglang_chunkcache.bundled_model import model_dir
 from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 
@@ -132,7 +133,7 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Ask what is missing and print."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval bench bundled-model",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -199,6 +199,7 @@ SPARSE = [*BUNDLED, "--recompute-attention", "sparse"]
         ([*SPARSE, *FUSED], "--recompute-attention sparse: there is no CUDA device"),
         (SPARSE, "--recompute-attention sparse needs --reuse fused"),
         ([*STORED, "file"], "are both set"),
+        ([*BUNDLED, "--chunkcache-ordr", "tree"], "did you mean --chunkcache-order?"),
         ([*BUNDLED, "--chunkcache-selectors", "no.module"], "--chunkcache-selectors no.module: "),
         ([*BUNDLED, *FUSED, "--chunkcache-selector", "h2o"], "--chunkcache-selector must be one"),
     ],
