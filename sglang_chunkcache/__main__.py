@@ -1,6 +1,7 @@
 """`sglang-chunkcache COMMAND [options]`: one name for what `python -m` runs, too.
 
-Imports nothing heavy, so its help comes at once.
+Imports nothing heavy, so its help comes at once. There is no completion for shells: argparse, which
+parses all commands, has none.
 """
 
 from __future__ import annotations

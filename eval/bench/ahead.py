@@ -361,6 +361,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--ahead-ms", type=int, default=100, help="of a hint before its request")
     add("--rounds", type=int, default=8, help="of each cell, after one of warm-up")
     add("--chunk-tokens", type=int, default=250)
+    add = parser.add_argument_group("servers").add_argument
     add(
         "--params",
         type=int,

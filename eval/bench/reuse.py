@@ -371,6 +371,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("--pairs", type=int, default=20, help="measured rounds a length, after one of warm-up")
     add("--chunk-tokens", type=int, default=256)
+    add = parser.add_argument_group("servers").add_argument
     add(
         "--model-path",
         help="default: a random model of 100 million parameters; only times are meaningful",

@@ -227,6 +227,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         default=1000.0,
         help="slowed: what a call with so many bytes takes",
     )
+    add = parser.add_argument_group("servers").add_argument
     add("--model-path", help="default: a random model; only times are meaningful")
     add(
         "--params",

@@ -257,6 +257,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="PORT",
         help="a Redis server on this machine, for the tier `network`",
     )
+    add = parser.add_argument_group("servers").add_argument
     add(
         "--params",
         type=int,
