@@ -29,8 +29,9 @@ from sglang_chunkcache.own_selectors import check_selectors
 from sglang_chunkcache.plugin import BACKEND
 from sglang_chunkcache.start_steps import shown_steps, step
 
-# SGLang's processes import this module again before anything of SGLang
-define_torchvision_ops()
+if __name__ != "__main__":
+    # SGLang's processes import this module again before anything of SGLang
+    define_torchvision_ops()
 if __name__ == "__mp_main__":
     quiet.hide(config.from_env())
     if config.from_env() is not None:
@@ -73,23 +74,26 @@ def main(argv: list[str]) -> None:
     args, rest = parser.parse_known_args(argv)
     if unknown := [flag for flag in rest if flag.startswith(OUR_PREFIX)]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{meant(unknown, _our_flags())}")
-    try:
-        settings = config.from_flags(args)
-        rest = server_flags(found_models(rest))
-        add_own_tools()
-        if not args.stock:
-            _check_attention(settings)
-            _check_storage(settings)
-            check_selectors(settings)
-    except ValueError as error:
-        parser.error(str(error))
+    retriever = None
     with ExitStack() as shown:
-        retriever = None
+        if not args.stock:
+            shown.enter_context(shown_steps())
+        step("importing torch")
+        define_torchvision_ops()
+        try:
+            settings = config.from_flags(args)
+            rest = server_flags(found_models(rest))
+            add_own_tools()
+            if not args.stock:
+                _check_attention(settings)
+                _check_storage(settings)
+                check_selectors(settings)
+        except ValueError as error:
+            parser.error(str(error))
         if args.stock:
             # Inherited from a server of ours, it would turn the hooks on in a stock one.
             os.environ.pop(config.ENV_VAR, None)
         else:
-            shown.enter_context(shown_steps())
             if "--log-level" in _names(rest):
                 settings = dataclasses.replace(settings, log="all")
             os.environ.update(settings.to_env())
