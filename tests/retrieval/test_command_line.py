@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from retrieval.command_line import Parser, meant
@@ -45,19 +43,3 @@ def test_a_command_names_its_own_flags(
     error = capsys.readouterr().err
     assert error.startswith(f"usage: python -m made {argv[0]} ")
     assert error.endswith(told)
-
-
-def test_errors_may_be_told_elsewhere() -> None:
-    """The server's flags are SGLang's, whose usage has 400 lines."""
-    errors: list[Any] = []
-
-    def fail(error: str) -> Any:
-        errors.append(error)
-        raise SystemExit
-
-    for argv in (["--moer"], ["--number", "x"]):
-        parser = Parser(more_flags=["--more"], fail=fail)
-        parser.add_argument("--number", type=int)
-        with pytest.raises(SystemExit):
-            parser.parse_args(argv)
-    assert [error.rpartition(" ")[2] for error in errors] == ["--more?", "'x'"]
