@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from eval.errors import CommandError
+from retrieval.command_line import program
 
 COMMANDS = {
     "replay": ("eval.replay.command", "share of your trace's chunks found cached; no server"),
@@ -74,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _usage() -> str:
-    lines = ["usage: python -m eval COMMAND [options]", "", "commands:"]
+    lines = [f"usage: {program('python -m eval')} COMMAND [options]", "", "commands:"]
     return "\n".join(lines + [f"  {name:<12} {summary}" for name, (_, summary) in COMMANDS.items()])
 
 

@@ -29,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from eval.errors import CommandError
+from eval.progress import tracked
+from retrieval.command_line import Parser
 from sglang_chunkcache.chunk_files import Example, read_examples
 from sglang_chunkcache.client import Client, ServerError, settle
 
@@ -40,7 +42,7 @@ NUM_HALVINGS = 4
 
 def main(argv: Sequence[str]) -> int:
     """Print the steps and one JSON object; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval alpha",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -84,21 +86,22 @@ def calibrate(client: Client, examples: Sequence[Example], *, target: float) -> 
         "reuse": {"mode": "fused", "selector": "context"}
     }  # all is found as it stands, and scored when stored
     for fields in ({}, reads_scores):  # the store takes a chunk at its second use
-        for example in examples:
+        for example in tracked("storing", examples):
             # In this order it caches no prefix of the later requests, whose chunks are then moved.
             turned = [*example.chunks[1:], example.chunks[0]]
             _ask(client, example, turned, cache_salt=salt, max_tokens=1, **fields)
     # Captures wait for a rank's next forward: the first steps would find a store half full.
     settle(client)
     # Another salt shares no KV with the requests above, and without `reuse` nothing is moved.
+    whole = tracked("computing", examples)
     full_f1 = _mean(
-        [_f1(_ask(client, e, e.chunks, cache_salt=f"{salt}-full")[0], e) for e in examples]
+        [_f1(_ask(client, e, e.chunks, cache_salt=f"{salt}-full")[0], e) for e in whole]
     )
     steps: list[dict[str, float]] = []
 
     def suffices(alpha: float) -> bool:
         scores, num_moved, num_recomputed = [], 0, 0
-        for example in examples:
+        for example in tracked(f"alpha {alpha:g}", examples):
             reuse = {"mode": "fused", "selector": "context", "alpha": alpha}
             text, info = _ask(client, example, example.chunks, cache_salt=salt, reuse=reuse)
             scores.append(_f1(text, example))

@@ -25,6 +25,7 @@ from eval.errors import CommandError
 from eval.metrics import is_time
 from eval.recorded import Recorded, read_recorded
 from eval.report.tables import contrast_table, flat
+from retrieval.command_line import Parser
 
 BASELINES = ("stock-lpm", "stock-fcfs", "no-cache", "retriever shown", "retriever", "full-prefill")
 """Default arms to compare against, if neither the run nor --against names one:
@@ -39,7 +40,7 @@ Pairs = Sequence[tuple[str, str]]
 def main(argv: Sequence[str]) -> int:
     """Print table, sentences and one JSON object;
     returns 1 if B is worse and --fail-if-worse was given, else 0."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval compare",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -21,7 +21,6 @@ must have SGLang's `/v1/tokenize`.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -42,6 +41,7 @@ from eval.serve.arms import ARMS
 from eval.task import Request, Source, TextChunk, load_task
 from eval.tasks.world import NUM_PASSAGES
 from eval.world.world import World
+from retrieval.command_line import Parser
 
 SEED = 7
 NUM_CHUNKS = 4
@@ -76,7 +76,7 @@ Row = dict[str, Any]
 def main(argv: Sequence[str]) -> int:
     """Send the traffic, print the table; 0 if chunks were reused and the answers are right,
     else 1."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval demo",
         description="Send RAG traffic to a running server and print what it reused.",
         epilog="Exit code 1 if no chunk was reused, or fewer than 80% of the answers are right.",

@@ -1,14 +1,15 @@
-"""Progress bars on stderr for work that takes longer than five seconds."""
+"""Progress bars on stderr, at a terminal."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any, Protocol, TypeVar
 
+from retrieval.progress import bar
+
 T = TypeVar("T")
-DELAY_S = 5.0
 
 
 class Bar(Protocol):
@@ -19,30 +20,21 @@ class Bar(Protocol):
 
 
 @contextmanager
-def progress(label: str, total: int | None, *, initial: int = 0) -> Iterator[Bar]:
-    """A bar that appears after five seconds; none without tqdm, as in the system's Python."""
-    try:
-        from tqdm import tqdm
-    except ImportError:
+def progress(label: str, total: int | None, *, initial: int = 0, **look: Any) -> Iterator[Bar]:
+    """A bar, which stays if it took two seconds; none without tqdm, as in the system's Python."""
+    if find_spec("tqdm") is None:
         yield _NoBar()
         return
-    look: Any = {
-        "unit": "",
-        "delay": DELAY_S,
-        "mininterval": 1.0,
-        "dynamic_ncols": True,
-        "file": sys.stderr,
-    }
-    with tqdm(desc=label, total=total, initial=initial, **look) as bar:
-        yield bar
+    with bar(label, total, initial=initial, **look) as drawn:
+        yield drawn
 
 
 def tracked(label: str, items: Collection[T]) -> Iterator[T]:
     """The items, with a bar."""
-    with progress(label, len(items)) as bar:
+    with progress(label, len(items)) as shown:
         for item in items:
             yield item
-            bar.update()
+            shown.update()
 
 
 class _NoBar:

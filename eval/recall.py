@@ -37,8 +37,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from eval.data.question_set import read_conversations, read_questions
 from eval.data.retrieve import open_index, search
 from eval.errors import CommandError
+from eval.progress import tracked
 from eval.run import Run, Sample, new_folder
 from eval.task import TaskData
+from retrieval.command_line import Parser
 
 if TYPE_CHECKING:
     from retrieval.encoder import Encoder
@@ -247,7 +249,7 @@ def neighbor_shares(lists: Sequence[Sequence[Sequence[int]]]) -> dict[str, dict[
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval recall",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -372,7 +374,7 @@ def _nearest(index: Index) -> dict[str, list[str]]:
 
     names = index.store.ids(range(index.num_rows))
     found: dict[str, list[str]] = {}
-    for first in range(0, index.num_rows, BATCH_ROWS):
+    for first in tracked("neighbors", range(0, index.num_rows, BATCH_ROWS)):
         last = min(first + BATCH_ROWS, index.num_rows)
         near = nearest(index, first, last, n=max(NEIGHBORS), nprobe=NPROBE)
         found |= {names[row]: [names[other] for other in others] for row, others in near.items()}

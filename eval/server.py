@@ -14,6 +14,7 @@ from pathlib import Path
 
 from eval.errors import CommandError
 from eval.http import get
+from eval.progress import progress
 
 
 class Server:
@@ -67,13 +68,16 @@ class Server:
                 start_new_session=True,
             )
         deadline = time.monotonic() + self._timeout_s
+        look = f"start of {self.log.stem}", None
         try:
-            while not self.is_healthy():
-                if not self.is_running or time.monotonic() > deadline:
-                    raise CommandError(
-                        f"the server did not start; {self.log} ends with:\n{self.log_tail()}"
-                    )
-                time.sleep(0.5)
+            with progress(*look, bar_format="{desc}: {elapsed}") as bar:
+                while not self.is_healthy():
+                    if not self.is_running or time.monotonic() > deadline:
+                        raise CommandError(
+                            f"the server did not start; {self.log} ends with:\n{self.log_tail()}"
+                        )
+                    time.sleep(0.5)
+                    bar.update()
         except BaseException:  # also on Ctrl-C, so that the process does not stay
             self.__exit__()
             raise

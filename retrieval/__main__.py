@@ -14,9 +14,10 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from retrieval.command_line import Parser
 from retrieval.errors import RetrievalError
 from retrieval.passage import Passage, utf8
-from retrieval.progress import progress_bars
+from retrieval.progress import bar, progress_bars
 from retrieval.settings import DIM, NPROBE, SETTINGS, IndexSettings, read_settings
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m retrieval",
         description="A retriever for RAG: cut documents into passages, index them with FAISS and"
         " BM25, search.",
@@ -299,9 +300,10 @@ def _search(args: argparse.Namespace) -> None:
     from retrieval.retriever import Retriever
 
     # Not verified: checksums would read every file for one question.
-    retriever = Retriever.open(
-        args.index, encoder=args.encoder, device=args.device, verify=False, threads=None
-    )
+    with bar("open", None):
+        retriever = Retriever.open(
+            args.index, encoder=args.encoder, device=args.device, verify=False, threads=None
+        )
     query, mode = utf8(" ".join(args.query)), args.mode or retriever.modes[0]
     result = retriever.search([query], k=args.k, mode=mode, nprobe=args.nprobe)
     hits = result.hits[0]
@@ -336,7 +338,8 @@ def _inspect(args: argparse.Namespace) -> None:
     """Show the contents of an index and check its files."""
     from retrieval.index import Index
 
-    index = Index.open(args.index, verify=args.verify)
+    with bar("verify" if args.verify else "open", None):
+        index = Index.open(args.index, verify=args.verify)
     if args.passage is not None:
         # The store may also have rows of a build that has not published them.
         rows = [row for row in index.store.rows_of(utf8(args.passage)) if row < index.num_rows]

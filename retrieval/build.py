@@ -268,6 +268,7 @@ def _read(
     before = store.num_in(directory.manifest.num_rows) if pruning else (0, 0)
     num_chars = 0
     store.begin()
+    progress("read", 0, None)
     for document in documents:
         report.documents += 1
         is_known = store.is_known(document, run)
@@ -340,6 +341,7 @@ def _embedded(directory: Directory, seed: int, progress: Progress) -> Encoder:
 def _encode(directory: Directory, encoder: Encoder, progress: Progress) -> int:
     store, vectors = directory.store, directory.vectors
     first, num_rows = vectors.num_rows, store.num_rows
+    progress("encode", first, num_rows)
     for batch in _batches(store.iterate(first, num_rows), ENCODE_BATCH):
         vectors.append(encoder.encode_passages([passage.content for _, passage in batch]))
         progress("encode", vectors.num_rows, num_rows)

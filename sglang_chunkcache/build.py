@@ -20,6 +20,7 @@ from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.scheduler.stored_chains import create_stored_chains
 from sglang_chunkcache.scheduler.tiers import Tiers
 from sglang_chunkcache.scheduler.waiting import WaitMetrics
+from sglang_chunkcache.start_steps import step
 from sglang_chunkcache.storage.opening import create_index, create_storage
 
 
@@ -64,4 +65,5 @@ def create_tiers(tree: ChunkTree, ctx: Any, config: ChunkCacheConfig) -> Tiers:
         # behind the fuser, which starts the storage
         stored = create_stored_chains(host, storage, ctx, config)
     metrics = WaitMetrics() if is_shown else None
+    step("")
     return Tiers(host, storage=storage, stored=stored, fuser=fuser, metrics=metrics)

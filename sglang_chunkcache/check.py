@@ -28,11 +28,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from retrieval.command_line import meant, program
 from sglang_chunkcache import config
 from sglang_chunkcache.chunk_files import read_examples
 from sglang_chunkcache.client import Client, ServerError
 from sglang_chunkcache.compilers import add_own_tools
 from sglang_chunkcache.own_selectors import check_selectors
+from sglang_chunkcache.start_steps import shown_steps, step
 from sglang_chunkcache.wire.message import decode
 from sglang_chunkcache.wire.state import STATE_KEY, RankState
 
@@ -57,11 +59,13 @@ def main(argv: Sequence[str]) -> int:
     if args.url is None and (calibrates or "--model-path" not in " ".join(flags)):
         parser.error("give --model-path, or --url of a running server (calibration needs one)")
     if args.url is not None and flags:
-        parser.error(f"not for a running server: {' '.join(flags)}")
+        known = [flag for action in parser._actions for flag in action.option_strings]
+        parser.error(f"not for a running server: {' '.join(flags)}{meant(flags, known)}")
     try:
-        if calibrates:
-            return _calibrate_selection(args)
-        gates = _gates_of(Client(args.url, args.api_key)) if args.url else [_measure(flags)]
+        with shown_steps():
+            if calibrates:
+                return _calibrate_selection(args)
+            gates = _gates_of(Client(args.url, args.api_key)) if args.url else [_measure(flags)]
     except ServerError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return 2
@@ -80,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m sglang_chunkcache.check",
+        prog=program("python -m sglang_chunkcache.check"),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -101,6 +105,7 @@ def _parser() -> argparse.ArgumentParser:
 def _calibrate_selection(args: argparse.Namespace) -> int:
     given = read_examples(Path(args.calibrate_selection)) if args.calibrate_selection else []
     examples = [{"question": one.question, "chunks": one.chunks} for one in given]
+    step("calibrating the selection")
     result = Client(args.url, args.api_key).post("/chunkcache/calibrate", {"examples": examples})
     if not args.json:
         for rank in result["ranks"]:
@@ -184,6 +189,7 @@ def _load_and_measure(flags: Sequence[str]) -> Mapping[str, Any]:
     server_args = prepare(flags, stock=False, fail=parser.error)
     import sglang as sgl
 
+    step("starting SGLang's processes")
     engine = sgl.Engine(server_args=server_args)
     try:
         state = engine.get_server_info()["internal_states"][0]

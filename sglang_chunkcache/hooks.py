@@ -12,6 +12,8 @@
 - AROUND `PrefillAdder.add_one_req`, with `--reuse fused` or a storage only: a request waits
   (scheduler/waiting.py) and those behind it do not. A cache can put off a request itself (None for
   a load), and all behind it with it, but is only asked for what it has found already.
+- AROUND `ModelRunner.load_model`, at a terminal only: its time is shown (start_steps.py), and which
+  process is the first rank's is known from then on.
 - BEFORE all of `SchedulerWeightUpdaterManager` that changes weights, with a storage only: where the
   client asks for no flush, or an update fails half-way, nothing else tells that KV is of other
   weights, and what outlives the process is named by them.
@@ -24,6 +26,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import aclosing
 from functools import partial
@@ -32,6 +35,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 
+from sglang_chunkcache import compat, start_steps
 from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.state import NOTHING, STATE_KEY, Asked
 
@@ -46,6 +50,7 @@ GET_INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state
 FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
 ADD_TO_QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
 ADD_TO_BATCH = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
+LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 UPDATES = [
     *(f"{UPDATER}.update_weights_from_{each}" for each in ("disk", "distributed", "tensor", "ipc")),
@@ -82,6 +87,8 @@ def _hooks(settings: ChunkCacheConfig | None) -> Iterator[tuple[str, Callable[..
     yield GET_INTERNAL_STATE, _add_stock_stats if is_stock else _add_stats, HookType.AFTER
     if settings is None:
         return
+    if start_steps.FILE in os.environ:
+        yield LOAD_MODEL, _tell_loading, HookType.AROUND
     if not is_stock:
         yield ADD_TO_QUEUE, _tell_arrival, HookType.AFTER
     if settings.needs_forward:
@@ -125,6 +132,16 @@ def _fill_first(forward: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any
         return forward(worker, batch, *args, **kwargs)
     with cache.around_forward(batch):
         return forward(worker, batch, *args, **kwargs)
+
+
+def _tell_loading(load: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+    ranks = [compat.parallel(runner, f"{kind}_rank") for kind in ("tp", "pp", "dp")]
+    if any(ranks):  # the first rank's steps are shown
+        os.environ.pop(start_steps.FILE, None)
+    start_steps.step(start_steps.WEIGHTS)
+    result = load(runner, *args, **kwargs)
+    start_steps.step("")
+    return result
 
 
 def _tell_arrival(result: Any, scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> Any:

@@ -5,6 +5,8 @@
 `--model-path bundled` serves the small model in this package. `--stock` starts SGLang without the
 chunk cache, for comparison; only the CPU platform is ours then. On a machine without a GPU the
 flags that SGLang's CPU path needs are added unless they are given.
+
+Below are our flags. SGLang's are taken, too: `python -m sglang.launch_server --help` lists them.
 """
 
 from __future__ import annotations
@@ -15,17 +17,21 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any, NoReturn
 
+from retrieval.command_line import OUR_PREFIX, Parser, meant, program
 from retrieval.model_path import find_model
 from sglang_chunkcache import __version__, config, quiet, tree_choice
 from sglang_chunkcache.compilers import add_own_tools, missing_compilers
 from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 from sglang_chunkcache.own_selectors import check_selectors
 from sglang_chunkcache.plugin import BACKEND
+from sglang_chunkcache.start_steps import shown_steps, step
 
-# SGLang's processes import this module again before anything of SGLang
-define_torchvision_ops()
+if __name__ != "__main__":
+    # SGLang's processes import this module again before anything of SGLang
+    define_torchvision_ops()
 if __name__ == "__mp_main__":
     quiet.hide(config.from_env())
     if config.from_env() is not None:
@@ -55,14 +61,10 @@ def main(argv: list[str]) -> None:
     """Parse, check, start; returns when the server stops.
     A mistake in the flags exits with code 2 and one line."""
     parser = argparse.ArgumentParser(
-        prog="python -m sglang_chunkcache.launch_server",
+        prog=program("python -m sglang_chunkcache.launch_server"),
         usage="%(prog)s --model-path M [flags]",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog=(
-            "All flags of SGLang's own server are accepted too: python -m sglang.launch_server"
-            " --help"
-        ),
         allow_abbrev=False,
     )
     parser.add_argument(
@@ -70,47 +72,61 @@ def main(argv: list[str]) -> None:
     )
     config.add_flags(parser)
     args, rest = parser.parse_known_args(argv)
-    try:
-        settings = config.from_flags(args)
-        rest = server_flags(found_models(rest))
-        add_own_tools()
-        if not args.stock:
-            _check_attention(settings)
-            _check_storage(settings)
-            check_selectors(settings)
-    except ValueError as error:
-        parser.error(str(error))
+    if unknown := [flag for flag in rest if flag.startswith(OUR_PREFIX)]:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}{meant(unknown, _our_flags())}")
     retriever = None
-    if args.stock:
-        # Inherited from a server of ours, it would turn the hooks on in a stock one.
-        os.environ.pop(config.ENV_VAR, None)
-    else:
-        if "--log-level" in _names(rest):
-            settings = dataclasses.replace(settings, log="all")
-        os.environ.update(settings.to_env())
-        quiet.hide(settings)
-        if settings.encoder is not None and settings.index is None:
-            parser.error("--encoder needs --index")
-        # Before SGLang and the model are loaded, so that a bad index is reported at once. Only this
-        # process loads the index.
-        if settings.index is not None:
-            from retrieval.errors import RetrievalError
-            from sglang_chunkcache.front.startup import open_retriever
+    with ExitStack() as shown:
+        if not args.stock:
+            shown.enter_context(shown_steps())
+        step("importing torch")
+        define_torchvision_ops()
+        try:
+            settings = config.from_flags(args)
+            rest = server_flags(found_models(rest))
+            add_own_tools()
+            if not args.stock:
+                _check_attention(settings)
+                _check_storage(settings)
+                check_selectors(settings)
+        except ValueError as error:
+            parser.error(str(error))
+        if args.stock:
+            # Inherited from a server of ours, it would turn the hooks on in a stock one.
+            os.environ.pop(config.ENV_VAR, None)
+        else:
+            if "--log-level" in _names(rest):
+                settings = dataclasses.replace(settings, log="all")
+            os.environ.update(settings.to_env())
+            quiet.hide(settings)
+            if settings.encoder is not None and settings.index is None:
+                parser.error("--encoder needs --index")
+            # Before SGLang and the model are loaded, so that a bad index is reported at once. Only
+            # this process loads the index.
+            if settings.index is not None:
+                from retrieval.errors import RetrievalError
+                from sglang_chunkcache.front.startup import open_retriever
 
-            try:
-                retriever = open_retriever(settings)
-            except (RetrievalError, OSError) as error:
-                parser.error(f"--index: {error}")
-    _run(rest, stock=args.stock, retriever=retriever, fail=parser.error)
+                step("opening the index")
+                try:
+                    retriever = open_retriever(settings)
+                except (RetrievalError, OSError) as error:
+                    parser.error(f"--index: {error}")
+        _run(rest, stock=args.stock, retriever=retriever, shown=shown, fail=parser.error)
 
 
 def prepare(flags: list[str], *, stock: bool, fail: Callable[[str], NoReturn]) -> Any:
     """SGLang's ServerArgs of `server_flags`, plugins loaded and the tree chosen.
     `fail` is called with the names of unsupported settings."""
+    step("importing SGLang")
     from sglang.srt.plugins import load_plugins
-    from sglang.srt.server_args import prepare_server_args
+    from sglang.srt.server_args import ServerArgs, prepare_server_args
 
     load_plugins()
+    # SGLang's own error comes below 400 lines of usage.
+    parser = Parser(more_flags=_our_flags(), fail=fail)
+    ServerArgs.add_cli_args(parser)
+    if "--config" not in _names(flags):  # its file has further flags
+        parser.parse_args(flags)
     server_args = prepare_server_args(flags)
     if not stock:
         from sglang_chunkcache.kv_events import flags_for
@@ -157,6 +173,11 @@ def server_flags(rest: list[str]) -> list[str]:
         return [*rest]
     needed = {flag: value for flag, value in CPU_FLAGS.items() if flag not in _names(rest)}
     return [*rest, *(each for pair in needed.items() for each in pair if each is not None)]
+
+
+def _our_flags() -> list[str]:
+    names = [config.flag_name(f.name) for f in config.flag_fields()]
+    return [*names, *config.SHORT_FLAGS.values()]
 
 
 def _names(flags: list[str]) -> set[str]:
@@ -243,7 +264,15 @@ def _check_storage(settings: config.ChunkCacheConfig) -> None:
     secret_of(os.environ)
 
 
-def _run(flags: list[str], *, stock: bool, retriever: Any, fail: Callable[[str], NoReturn]) -> None:
+def _run(
+    flags: list[str],
+    *,
+    stock: bool,
+    retriever: Any,
+    shown: ExitStack,
+    fail: Callable[[str], NoReturn],
+) -> None:
+    """`shown` is closed once the server is ready."""
     server_args = prepare(flags, stock=stock, fail=fail)
     if not stock:
         _check_hooks(fail)
@@ -263,11 +292,13 @@ def _run(flags: list[str], *, stock: bool, retriever: Any, fail: Callable[[str],
             model, device = server_args.model_path, server_args.device
             _say(f"chunk cache {__version__}: loading {model} on {device}")
             signal.signal(signal.SIGTERM, _end)  # until front/drain.py listens
-            launch_server(
-                server_args,
-                execute_warmup_func=warm_up,
-                launch_callback=lambda: check_ranks(server_args, front),
-            )
+            step("starting SGLang's processes")
+
+            def started() -> None:
+                check_ranks(server_args, front)
+                shown.close()
+
+            launch_server(server_args, execute_warmup_func=warm_up, launch_callback=started)
     finally:
         # As SGLang's launcher: after a failed start children would hold the device's memory.
         kill_process_tree(os.getpid(), include_parent=False)

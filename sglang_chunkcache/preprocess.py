@@ -14,7 +14,7 @@ of chunks that were in flight together it is tried once more, alone. Cut off, th
 again: what store or storage have is kept and not computed.
 
 Stderr tells first what all needs of the room that the storage has, or the store of a server without
-one, then the progress; the last line of stdout is one JSON object. Exit codes:
+one, then, at a terminal, the progress; the last line of stdout is one JSON object. Exit codes:
 
     0   every chunk is there
     1   chunks were refused, left the KV pool before they were stored, found no room, or were
@@ -39,6 +39,7 @@ from typing import Any, TypeVar
 from tqdm import tqdm
 
 from radix_ext.variants import RESERVED_SHARE
+from retrieval.command_line import Parser
 from sglang_chunkcache.chunk_files import read_corpus, read_neighbors
 from sglang_chunkcache.client import Client, RefusedError, ServerError, settle
 
@@ -54,8 +55,6 @@ MAX_BATCH = 64
 """The server drafts that many long requests at most (`front/draft_queue.py`)."""
 NUM_SAMPLED = 32
 """Chunks whose tokens are counted for the size of all."""
-LOG_S = 5.0
-"""Between two states of the bar where no terminal draws it over itself."""
 MAX_NAMED = 5
 """Refused chunks named on stderr; all are counted."""
 PASSES = ("alone", "behind_neighbors")
@@ -137,8 +136,7 @@ def preprocess(
             desc=name,
             unit=" chunks",
             dynamic_ncols=True,
-            mininterval=0.1 if sys.stderr.isatty() else LOG_S,
-            disable=not has_bar,
+            disable=None if has_bar else True,  # None: unless stderr is a terminal
         ) as bar:
             for num, chunks in ((batch, work), (1, again)):
                 for chunk, answer in _answers(lambda chunk: post(chunk, work[chunk]), chunks, num):
@@ -157,6 +155,7 @@ def preprocess(
                     bar.update()
             # Taken before `settle`, whose waiting is no part of the rate.
             seconds = time.monotonic() - started
+            bar.set_postfix_str("waiting for the store")
             settle(client)
         rate = round(found["chunks"] / seconds, 3) if found["chunks"] else None
         return {**found, "seconds": round(seconds, 3), "chunks_per_s": rate, "neighbors": fates}
@@ -180,7 +179,7 @@ def preprocess(
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m sglang_chunkcache.preprocess",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

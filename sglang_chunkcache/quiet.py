@@ -1,5 +1,5 @@
 """Lines that a start prints and nobody needs: `--chunkcache-log brief`, the default, leaves them
-out, in every process.
+out, in every process. So are bars where stderr is no terminal, SGLang's among them.
 
 Only what is listed here, by its source and its beginning: all else of SGLang, its errors and its
 other warnings, is shown as ever. `all` shows everything, and so does a `--log-level` of the user's.
@@ -12,7 +12,9 @@ import atexit
 import logging
 import os
 import re
+import sys
 import warnings
+from typing import Any
 
 from sglang_chunkcache.config import ChunkCacheConfig
 
@@ -94,6 +96,8 @@ def hide(config: ChunkCacheConfig | None) -> None:
         # a filter stays when SGLang sets up logging
         logging.getLogger(name).addFilter(is_shown)
     logging.getLogger("uvicorn.access").addFilter(lambda _: not _is_starting)
+    if not sys.stderr.isatty():
+        _disable_bars()
     atexit.register(_mute_interpreters_end)
 
 
@@ -101,6 +105,18 @@ def started() -> None:
     """The server answers: from now on every request has its line."""
     global _is_starting
     _is_starting = False
+
+
+def _disable_bars() -> None:
+    """SGLang says itself that its bars are to be drawn: tqdm's own variable would not be read."""
+    from tqdm import tqdm
+
+    begin = tqdm.__init__
+
+    def begin_disabled(bar: Any, *args: Any, **rest: Any) -> None:
+        begin(bar, *args, **{**rest, "disable": True})
+
+    tqdm.__init__ = begin_disabled  # type: ignore[assignment, method-assign]
 
 
 def _mute_interpreters_end() -> None:

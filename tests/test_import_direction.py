@@ -177,6 +177,7 @@ SEARCHING = "numpy", "faiss", "tantivy", "retrieval.retriever"
     ("module", "absent"),
     [
         ("sglang_chunkcache", (*SERVING, "numpy")),
+        ("sglang_chunkcache.__main__", (*SERVING, "numpy", "tqdm")),
         ("radix_ext", ("torch", "sglang", "numpy")),
         ("retrieval", ("torch", "numpy", "faiss", "tantivy", "sklearn")),
         ("sglang_chunkcache.front.search", (*SEARCHING, "torch")),

@@ -41,10 +41,11 @@ def test_version_and_backend_name() -> None:
     assert BACKEND == "cp_tree"
 
 
-@pytest.mark.parametrize("group", ["sglang.srt.plugins", "sglang.srt.platforms"])
+@pytest.mark.parametrize("group", ["sglang.srt.plugins", "sglang.srt.platforms", "scripts"])
 def test_entry_points_resolve(group: str) -> None:
     """SGLang logs a broken entry point and goes on without us."""
     pytest.importorskip("sglang")
-    (target,) = PYPROJECT["project"]["entry-points"][group].values()
+    project = PYPROJECT["project"]
+    (target,) = (project["entry-points"] | {"scripts": project["scripts"]})[group].values()
     module, name = target.split(":")
     assert callable(getattr(importlib.import_module(module), name))

@@ -52,6 +52,7 @@ from eval.run import Sample
 from eval.serve import arms as serve_arms
 from eval.server import Server
 from eval.stats import quantile
+from retrieval.command_line import Parser
 
 KEPT = 4
 """Prompts that are asked for in turn: by the next time they have left faster tiers."""
@@ -316,7 +317,7 @@ def _row(
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval bench ahead",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -360,6 +361,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--ahead-ms", type=int, default=100, help="of a hint before its request")
     add("--rounds", type=int, default=8, help="of each cell, after one of warm-up")
     add("--chunk-tokens", type=int, default=250)
+    add = parser.add_argument_group("servers").add_argument
     add(
         "--params",
         type=int,

@@ -36,8 +36,10 @@ from numpy.typing import NDArray
 from eval.bench.rounds import by_cell, take_rounds, told_ratio
 from eval.errors import CommandError
 from eval.outcome import add_out_option, interval, open_run, table, tell
+from eval.progress import tracked
 from eval.run import Run, Sample
 from eval.stats import quantile, summary
+from retrieval.command_line import Parser
 from retrieval.dense import (
     ADD_ROWS,
     Segment,
@@ -174,7 +176,7 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Build, measure, print."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval bench ann", description="Approximate against exact search."
     )
     add = parser.add_argument
@@ -202,11 +204,12 @@ def _measure(run: Run, options: argparse.Namespace, work: Path) -> None:
         Mixture(NUM_CLUSTERS, DIM, options.spread),
         VectorFile(work / "vectors.f16", dim=DIM),
     )
-    for first in range(0, options.vectors, ADD_ROWS):
+    for first in tracked("vectors", range(0, options.vectors, ADD_ROWS)):
         vectors.append(mixture.draw(min(ADD_ROWS, options.vectors - first), seed=SEED + 1 + first))
     # files are temporary: a run that goes on builds again, and keeps the first build's figures
     indexes = {}
-    for number, factory in enumerate(dict.fromkeys([EXACT, *options.factories])):
+    factories = [*enumerate(dict.fromkeys([EXACT, *options.factories]))]
+    for number, factory in tracked("indexes", factories):
         built = build(factory, vectors, work / f"{number}.faiss")
         indexes[factory] = read_faiss(work / f"{number}.faiss")
         print(f"{factory}: {built}", file=sys.stderr, flush=True)

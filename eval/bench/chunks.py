@@ -39,6 +39,7 @@ from eval.serve.client import open_session, send
 from eval.server import Server
 from eval.stats import quantile
 from eval.task import Request, TextChunk
+from retrieval.command_line import Parser
 
 AT_MOST = 1.15
 """What is promised of the ratio."""
@@ -160,7 +161,7 @@ def _cpu_s(group: int) -> float | None:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval bench chunks",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

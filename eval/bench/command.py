@@ -7,6 +7,8 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 
+from retrieval.command_line import program
+
 BENCHES = {
     "tree": ("eval.bench.tree", "time and memory of an order decision"),
     "reuse": (
@@ -50,7 +52,7 @@ BENCHES = {
 def main(argv: Sequence[str]) -> int:
     """Run one bench, or list them."""
     if not argv or argv[0] in ("-h", "--help"):
-        print("usage: python -m eval bench NAME [options]\n\nbenches:")
+        print(f"usage: {program('python -m eval bench')} NAME [options]\n\nbenches:")
         print("\n".join(f"  {name:<14} {question}" for name, (_, question) in BENCHES.items()))
         return 0
     name, *options = argv

@@ -39,6 +39,7 @@ from eval.run import Sample
 from eval.serve import arms as serve_arms
 from eval.server import Server
 from eval.stats import quantile
+from retrieval.command_line import Parser
 
 PASSES = {"alone": "alone_s", "behind_neighbors": "behind_s"}
 """Of the command -> seconds a chunk."""
@@ -191,7 +192,7 @@ def _row(arm: str, base: Sequence[Sample], taken: Sequence[Sample]) -> Row:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval bench preprocess",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -18,7 +18,6 @@ If both run, kernel and torch must give the same bits, or the command fails.
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -32,6 +31,7 @@ from torch import Tensor
 from eval.bench.rounds import by_cell, create_timer, take_rounds, told_ratio
 from eval.outcome import add_out_option, open_run, table, tell
 from eval.run import Sample
+from retrieval.command_line import Parser
 from sglang_chunkcache.fusion.relocate import KeyTurn, RotaryTable, copy_moved
 
 SEED = 0
@@ -162,7 +162,7 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Measure what is missing and print; returns 1 if kernel and torch disagree."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval bench relocate", description="Rate of moving KV."
     )
     parser.add_argument(

@@ -54,6 +54,7 @@ from eval.serve import arms as serve_arms
 from eval.serve.client import open_session, send
 from eval.server import Server
 from eval.task import Request, TextChunk
+from retrieval.command_line import Parser
 
 QUESTION_WORDS = 24
 NEIGHBOR = TextChunk("behind", "Behind this.")
@@ -353,7 +354,7 @@ def _take(bench: Bench, arm: Arm, number: int) -> Sample:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval bench reuse",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -370,6 +371,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     )
     add("--pairs", type=int, default=20, help="measured rounds a length, after one of warm-up")
     add("--chunk-tokens", type=int, default=256)
+    add = parser.add_argument_group("servers").add_argument
     add(
         "--model-path",
         help="default: a random model of 100 million parameters; only times are meaningful",

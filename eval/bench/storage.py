@@ -45,6 +45,7 @@ from eval.serve.client import open_session, send
 from eval.server import Server
 from eval.stats import quantile, summary
 from eval.task import Request, TextChunk
+from retrieval.command_line import Parser
 
 STATES = ("healthy", "slowed", "hanging", "refusing")
 AT_WORK = ("loaded", "written", "late", "skipped", "queue")
@@ -198,7 +199,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval bench storage",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -226,6 +227,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         default=1000.0,
         help="slowed: what a call with so many bytes takes",
     )
+    add = parser.add_argument_group("servers").add_argument
     add("--model-path", help="default: a random model; only times are meaningful")
     add(
         "--params",

@@ -47,6 +47,7 @@ from eval.serve.client import Answer, open_session, send
 from eval.server import Server
 from eval.stats import quantile
 from eval.task import Request, TextChunk
+from retrieval.command_line import Parser
 
 HEAD_START_S = 0.02
 """Of a prompt over the next one."""
@@ -221,7 +222,7 @@ def _row(cell: Mapping[str, Any], arm: str, base: Sequence[Sample], taken: Seque
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval bench tiers",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -256,6 +257,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         metavar="PORT",
         help="a Redis server on this machine, for the tier `network`",
     )
+    add = parser.add_argument_group("servers").add_argument
     add(
         "--params",
         type=int,

@@ -9,7 +9,6 @@ the worst case for the search: random orders of the same k chunks, so that it ca
 included; requests are not kept.
 """
 
-import argparse
 import gc
 import random
 import tracemalloc
@@ -20,8 +19,10 @@ from time import thread_time
 from typing import Any
 
 from eval.outcome import add_out_option, open_run, table, tell
+from eval.progress import progress
 from eval.run import Sample
 from radix_ext import AccessTable, Chunk, ChunkId, ChunkPrefixTree, Tier, order_chunks
+from retrieval.command_line import Parser
 
 _NAMESPACE = "bench"
 _WINDOW, _MAX_VISITS = 1000, 64
@@ -170,7 +171,7 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Measure and print."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval bench tree", description="Cost of tree, order and table."
     )
     parser.add_argument("--nodes", type=int, default=100_000)
@@ -180,12 +181,13 @@ def main(argv: Sequence[str]) -> int:
     add_out_option(parser)
     options = parser.parse_args(argv)
     nodes, decisions = options.nodes, options.decisions
-    with open_run("tree", options, summarize) as run:
+    with open_run("tree", options, summarize) as run, progress("measuring", 8) as bar:
 
         def take(arm: str, load: Load, k: int, measure: Callable[[], dict[str, float]]) -> None:
             cell = {"requests": load.__name__, "k": k}
             if (key := f"{arm}/{load.__name__}/{k}") not in run:
                 run.add(key, {"arm": arm, "cell": cell, "request": "all", "metrics": measure()})
+            bar.update()
 
         for build, load, k in (
             (grow, topics, 10),

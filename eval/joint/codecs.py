@@ -49,6 +49,7 @@ from eval.run import Sample
 from eval.world.kinds import KINDS
 from eval.world.tokenizer import turn_pieces
 from eval.world.world import World
+from retrieval.command_line import Parser
 from sglang_chunkcache.bundled_model import model_dir
 
 PLAIN_BITS = (8, 6, 5, 4, 3)
@@ -398,7 +399,7 @@ def _short(number: float) -> float:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval codecs",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -58,6 +58,7 @@ from eval.outcome import Row, add_out_option, open_run, table, tell
 from eval.progress import tracked
 from eval.recorded import grouped
 from eval.run import Run, Sample
+from retrieval.command_line import Parser
 from sglang_chunkcache.bundled_model import model_dir
 
 BLOCK_SIZES = (4, 8, 16, 32)
@@ -349,7 +350,7 @@ def _ratio(before: float, after: float) -> float:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval joint",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -26,13 +26,14 @@ from eval.quality.mode import Mode, add_quality_options, measure
 from eval.quality.permutation import Permutation
 from eval.quality.ratio_curves import RatioCurves
 from eval.serve.options import split_flags
+from retrieval.command_line import Parser
 
 MODES: tuple[type[Mode], ...] = (Answers, Permutation, Dedup, RatioCurves, JointCurves)
 
 
 def main(argv: Sequence[str]) -> int:
     """Run one mode; returns the exit code."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval quality",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -48,6 +48,7 @@ from eval.replay.trace import TraceFacts, TraceFile, TraceRequest, scan
 from eval.run import Run, new_folder
 from eval.task import TASKS, Source, load_task, requests_of
 from radix_ext import ORDER_POLICIES, TAIL_POLICIES, CallerError, Chunk, ChunkId
+from retrieval.command_line import Parser
 from sglang_chunkcache import ChunkCacheConfig
 
 BLOCK = 50
@@ -100,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval replay",
         description=(
             "Replay a trace of retrieved chunks against a cache of limited size. Without any"

@@ -21,6 +21,7 @@ from eval.recorded import KINDS, read_recorded
 from eval.report.chapter import Chapter
 from eval.report.charts import embedded
 from eval.run import new_folder
+from retrieval.command_line import Parser
 
 MAX_OPEN = 4
 """With more records charts and tables are folded."""
@@ -28,7 +29,7 @@ MAX_OPEN = 4
 
 def main(argv: Sequence[str]) -> int:
     """Write the page and print its path."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval report",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

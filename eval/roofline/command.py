@@ -24,6 +24,7 @@ from eval.roofline.build import BUILT, LIMIT, REVIEWED, Build
 from eval.roofline.measured import MEASURED_ON, compared
 from eval.roofline.model import QUESTION_TOKENS, STEPS, Model, Prompt, Step
 from eval.run import Sample
+from retrieval.command_line import Parser
 
 BUILDS = {"built": BUILT, "reviewed": REVIEWED, "limit": LIMIT}
 MIN_TOKENS, MAX_TOKENS = 128, 1 << 20
@@ -149,7 +150,7 @@ def summarize(options: argparse.Namespace, samples: Sequence[Sample]) -> dict[st
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval roofline",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -56,6 +56,7 @@ from eval.serve.server_pool import key_of
 from eval.serve.workload import Load, arrivals, fresh, interleave
 from eval.task import Request, add_task_options, load_requests, requests_sha256
 from radix_ext import ChunkId
+from retrieval.command_line import Parser
 
 LOADS = {"closed": "clients", "poisson": "rate", "trace": "speed"}
 """Kind of load -> its option, by default 1."""
@@ -252,7 +253,7 @@ def cells(args: argparse.Namespace, requests: Mapping[int | None, Sequence[Reque
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval serve",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

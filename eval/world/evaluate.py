@@ -21,10 +21,12 @@ import torch
 
 from eval.bench.rounds import by_cell
 from eval.outcome import add_out_option, open_run, table, tell
+from eval.progress import tracked
 from eval.run import Sample
 from eval.world.kinds import KINDS, Asked
 from eval.world.tokenizer import turn_pieces
 from eval.world.world import World, order_questions
+from retrieval.command_line import Parser
 from sglang_chunkcache.bundled_model import model_dir
 from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 
@@ -132,7 +134,7 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Ask what is missing and print."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval bench bundled-model",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -148,7 +150,7 @@ def main(argv: Sequence[str]) -> int:
     model = BundledModel(args.model_path)
     with open_run("bundled-model", args, summarize) as run:
         for num_chunks in args.chunks:
-            for kind in (*HOPS, *LINKED):
+            for kind in tracked(f"{num_chunks} passages", (*HOPS, *LINKED)):
                 if kind in KINDS and num_chunks < KINDS[kind].min_passages:
                     continue
                 # `add_all` keeps a cell's samples in one write, so the first key stands for all.

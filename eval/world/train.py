@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
+from retrieval.command_line import Parser
 from sglang_chunkcache.bundled_model import model_dir
 from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 
@@ -199,7 +200,7 @@ def save(model: LlamaForCausalLM, tokenizer: Tokenizer, out: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--minutes", type=float, default=40.0)

@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-import torch
-
 _library: Any = None
 
 
 def define_torchvision_ops() -> None:
     """Define the two operators. Safe to call twice; does nothing with a CUDA build of torch."""
     global _library
+    import torch  # here: the launcher shows its help without
+
     # torch refuses a schema's second definition.
     if (
         _library is not None

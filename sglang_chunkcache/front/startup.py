@@ -16,6 +16,7 @@ from retrieval.errors import RetrievalError
 from sglang_chunkcache import quiet
 from sglang_chunkcache.config import ChunkCacheConfig, flag_name
 from sglang_chunkcache.front.search import default_mode
+from sglang_chunkcache.start_steps import step
 
 if TYPE_CHECKING:
     from retrieval.retriever import Retriever
@@ -71,6 +72,7 @@ def warm_up(server_args: Any) -> bool:
     calibrates answers nothing for longer than probes wait."""
     from sglang.srt.entrypoints.http_server import _execute_server_warmup
 
+    step("first request")
     is_warm: bool = _execute_server_warmup(server_args)
     if is_warm:
         _set_status("Starting")
@@ -83,6 +85,7 @@ def check_ranks(server_args: Any, front: Parts) -> None:
     from sglang.srt.utils import kill_process_tree
 
     config, url = front.config, server_args.url()
+    step("asking the ranks")
     try:
         # where both are set the admin key opens no statistics
         key = server_args.api_key or server_args.admin_api_key
@@ -103,6 +106,7 @@ def check_ranks(server_args: Any, front: Parts) -> None:
             ranks[0]["tree"] if config.is_stock else "chunk",
         )
         if config.reuse == "fused" and calibrates(config, ranks):
+            step("calibrating the selection")
             told = session.post(f"{url}/chunkcache/calibrate", json={})
             level = logging.INFO if told.ok else logging.WARNING
             logger.log(level, "chunk cache: selection calibrated: %s", told.text)

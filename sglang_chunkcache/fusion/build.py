@@ -34,6 +34,7 @@ from sglang_chunkcache.scheduler.host_pool import (
     store_bytes,
 )
 from sglang_chunkcache.scheduler.pricing import Pricing
+from sglang_chunkcache.start_steps import step
 from sglang_chunkcache.storage.codec import CODECS, Quantized
 from sglang_chunkcache.storage.fingerprint import fingerprint
 from sglang_chunkcache.storage.opening import create_index
@@ -68,6 +69,7 @@ def create_fuser(
     # another shape in nearly every request.
     torch.backends.cuda.enable_cudnn_sdp(False)
     means = Means(runner, table, ctx.params, None, config.question_window, pricing)
+    step("kernels, start-up gate")
     sparse, attention, figures = gated_attention(means, config.recompute_attention)
     means = replace(means, sparse=sparse)
     logger.info("chunk cache: attention of the recompute pass: %s", attention)
@@ -91,6 +93,7 @@ def create_fuser(
         "exact chains included" if has_chains else f"in codec {codec.name}",
     )
     if config.move == "pays":
+        step("measuring costs")
         started = time.perf_counter()
         longest = measure_costs(means, nodes, max_tokens=prefill_budget)
         if longest:
@@ -123,6 +126,7 @@ def create_fuser(
     )
     # `Fuser` has told the storage which weights these are: before that it names no entry.
     if fuser.tier is not None:
+        step("loading chunks from the storage")
         started = time.perf_counter()
         # what is in no chain leaves half of the pool to what is
         share = 0.5 if has_chains and keeps_chains(ctx, config) else 1.0

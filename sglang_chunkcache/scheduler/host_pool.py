@@ -34,6 +34,7 @@ from sglang_chunkcache.scheduler.host_memory import (
 )
 from sglang_chunkcache.scheduler.layer_loads import LayerLoads
 from sglang_chunkcache.scheduler.pricing import Pricing
+from sglang_chunkcache.start_steps import step
 from sglang_chunkcache.storage.codec import NONE, Codec
 
 logger = logging.getLogger(__name__)
@@ -223,6 +224,7 @@ def pool_of_all_ranks(
             is_replayed = check_cuda_graph_backend(GraphPhase.PREFILL, Backend.FULL)
             is_layered = not is_replayed and _attends_in_all(runner.model, device_pool.layer_num)
             num_bytes = size()
+            step("KV pool in host memory")
             # HiCache leaves 10 GiB of any machine; host_memory.py says what is left here
             with host_memory_budget_scope(rank_bytes(ctx)):
                 pool = create(device_pool, num_bytes, is_layered=is_layered)

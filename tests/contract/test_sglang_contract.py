@@ -339,7 +339,7 @@ def test_hook_registry_tells_what_it_patched() -> None:
 
 def test_hook_targets_exist() -> None:
     """By the very strings we register."""
-    for target in (hooks.GET_INTERNAL_STATE, hooks.FORWARD):
+    for target in (hooks.GET_INTERNAL_STATE, hooks.FORWARD, hooks.LOAD_MODEL):
         module, cls, method = target.rsplit(".", 2)
         assert callable(getattr(getattr(importlib.import_module(module), cls), method))
 

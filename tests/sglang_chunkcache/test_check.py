@@ -79,6 +79,7 @@ def test_a_server_without_a_gate(server: FakeServer, capsys: Capture, gates: lis
         (["--calibrate-selection", "file", "--model-path", "m"], "calibration needs one"),
         (["--url", "u", "--model-path", "m"], "not for a running server: --model-path m"),
         (["--url", "u", "--f1", "0.9"], "not for a running server: --f1 0.9"),
+        (["--url", "u", "--jsno"], "--jsno; did you mean --json?"),
     ],
 )
 def test_wrong_flags(capsys: Capture, flags: list[str], message: str) -> None:

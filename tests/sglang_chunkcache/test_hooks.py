@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +17,7 @@ from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sglang_chunkcache import config, hooks, launch_server
+from sglang_chunkcache import config, hooks, launch_server, start_steps
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.guard.lethal import Guard, Limits
@@ -84,6 +85,26 @@ def test_missing_hooks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         assert set(hooks.missing_hooks(settings, is_main=is_main)) == missing
         monkeypatch.setattr(HookRegistry, "_patched", missing)
         assert hooks.missing_hooks(settings, is_main=is_main) == []
+
+
+@pytest.mark.parametrize("rank", ["tp_rank", "dp_rank", None])
+def test_loading_is_shown_of_the_first_rank(
+    rank: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """At a terminal, where the file is named; no rank names a later step but the first."""
+    assert hooks.LOAD_MODEL not in hooks.missing_hooks(ChunkCacheConfig(), is_main=False)
+    path = tmp_path / "step"
+    monkeypatch.setenv(start_steps.FILE, str(path))
+    assert hooks.LOAD_MODEL in hooks.missing_hooks(ChunkCacheConfig(), is_main=False)
+    ranks = {name: int(name == rank) for name in ("tp_rank", "pp_rank", "dp_rank")}
+    told: list[str] = []
+
+    def load(runner: Any) -> str:
+        told.append(path.read_text() if path.exists() else "")
+        return "loaded"
+
+    assert hooks._tell_loading(load, SimpleNamespace(**ranks)) == "loaded"
+    assert (start_steps.WEIGHTS in told[0]) == (rank is None)
 
 
 def test_arrival_and_update_are_told_to_our_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 
@@ -199,6 +200,7 @@ SPARSE = [*BUNDLED, "--recompute-attention", "sparse"]
         ([*SPARSE, *FUSED], "--recompute-attention sparse: there is no CUDA device"),
         (SPARSE, "--recompute-attention sparse needs --reuse fused"),
         ([*STORED, "file"], "are both set"),
+        ([*BUNDLED, "--chunkcache-ordr", "tree"], "did you mean --chunkcache-order?"),
         ([*BUNDLED, "--chunkcache-selectors", "no.module"], "--chunkcache-selectors no.module: "),
         ([*BUNDLED, *FUSED, "--chunkcache-selector", "h2o"], "--chunkcache-selector must be one"),
     ],
@@ -215,6 +217,25 @@ def test_main_mistake_exits_with_2(
     assert usage == "usage: python -m sglang_chunkcache.launch_server --model-path M [flags]"
     assert message in error
     assert not run
+
+
+@pytest.mark.parametrize(
+    ("flags", "end"),
+    [
+        (["--prot", "1"], "did you mean --port?"),
+        (["--host-mib", "1"], "did you mean --chunkcache-host-mib?"),
+        (["--tp-size", "x"], "--tensor-parallel-size: invalid int value: 'x'"),
+    ],
+)
+def test_mistake_in_sglangs_flags_is_one_line(flags: list[str], end: str) -> None:
+    """SGLang's own comes below 400 lines of usage, and names no flag."""
+    pytest.importorskip("sglang")
+
+    def fail(error: str) -> NoReturn:
+        raise ValueError(error)
+
+    with pytest.raises(ValueError, match=re.escape(end) + "$"):
+        launch_server.prepare([*BUNDLED, *flags], stock=False, fail=fail)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,6 @@ import pytest
 pytest.importorskip("requests")
 
 from sglang_chunkcache import client
-from sglang_chunkcache import preprocess as command
 from sglang_chunkcache.chunk_files import read_corpus, read_neighbors
 from sglang_chunkcache.client import Client, ServerError
 from sglang_chunkcache.preprocess import main, preprocess
@@ -190,14 +190,17 @@ def test_what_is_not_there_in_the_end_fails_the_command(
 def test_progress_is_shown(
     server: FakeServer, files: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Capture
 ) -> None:
-    """On stderr, seldom in a log file, except with --json."""
-    monkeypatch.setattr(command, "LOG_S", 0.0)
+    """On stderr, at a terminal, except with --json."""
     server.refused = {"a"}
     main(["--url", server.url, *files])
     shown = capsys.readouterr().err
-    assert re.search(r"alone: +0%.* 0/3 \[", shown)
-    assert re.search(r"alone: 100%.* 3/3 \[", shown)
     assert "alone: 'a' is refused" in shown
+    assert "/3 [" not in shown
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    main(["--url", server.url, *files])
+    shown = capsys.readouterr().err
+    assert re.search(r"alone: +0%.* 0/3 \[", shown)
+    assert re.search(r"alone: 100%.* 3/3 \[.*, waiting for the store", shown)
     main(["--url", server.url, *files, "--json"])
     assert "0/3" not in capsys.readouterr().err
 

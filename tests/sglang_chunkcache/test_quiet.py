@@ -14,6 +14,7 @@ import pytest
 PROGRAM = """
 import logging, sys, warnings
 import torch
+from tqdm import tqdm
 from sglang_chunkcache import quiet
 from sglang_chunkcache.config import ChunkCacheConfig
 
@@ -36,9 +37,10 @@ access = logging.getLogger("uvicorn.access")
 access.info("GET /model_info")
 quiet.started()
 access.info("GET /later")
+list(tqdm([1], desc="Loading shards", disable=False))
 """
 SHOWN = ["other model", "an error", "Decode batch", "is small", "something else", "GET /later"]
-HIDDEN = ["cutlass", "max_total_num_tokens=9", "AWQ", "GET /model_info"]
+HIDDEN = ["cutlass", "max_total_num_tokens=9", "AWQ", "GET /model_info", "Loading shards"]
 OF_NO_GPU = "Cannot detect CUDA architecture"
 
 

@@ -35,6 +35,7 @@ from eval.bench.rounds import Take, Timer, create_timer, take_rounds
 from eval.errors import CommandError
 from eval.outcome import add_out_option, open_run, tell
 from eval.run import Run, Sample
+from retrieval.command_line import Parser
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
 from sglang_chunkcache.attention.reference import attend
 
@@ -215,7 +216,7 @@ class _LimitReached(Exception):
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="python -m eval bench attention",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,

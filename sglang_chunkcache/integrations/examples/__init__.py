@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterable
 from statistics import median
 
+from retrieval.command_line import Parser
 from sglang_chunkcache.integrations.server import DEFAULT_URL
 
 PASSAGES = {
@@ -31,7 +32,7 @@ QUESTIONS = {
 
 
 def options(description: str | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description)
+    parser = Parser(description=description)
     parser.add_argument("--url", default=DEFAULT_URL)
     parser.add_argument("--requests", type=int, default=24)
     return parser.parse_args()
