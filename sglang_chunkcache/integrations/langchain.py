@@ -323,7 +323,7 @@ def _generation_chunk(event: dict[str, Any]) -> ChatGenerationChunk:
         content=delta.get("content") or "",
         tool_call_chunks=calls,
         additional_kwargs={"reasoning_content": reasoning} if reasoning else {},
-        response_metadata=_metadata(event, choice) if is_last else {},
+        response_metadata=_metadata(event, choice) if is_last else _logprobs(choice),
         id=event["id"],
     )
     return ChatGenerationChunk(message=message)
@@ -334,7 +334,13 @@ def _metadata(answer: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
         "model_name": answer["model"],
         "finish_reason": choice["finish_reason"],
         "chunkcache": answer.get("chunkcache"),
+        **_logprobs(choice),
     }
+
+
+def _logprobs(choice: dict[str, Any]) -> dict[str, Any]:
+    """Where they are asked for; a stream's pieces add up."""
+    return {"logprobs": choice["logprobs"]} if choice.get("logprobs") else {}
 
 
 def _usage(usage: dict[str, Any] | None) -> UsageMetadata | None:

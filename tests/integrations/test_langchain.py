@@ -89,6 +89,17 @@ def test_stream_is_the_same_answer(llm: ChatChunkCache) -> None:
     assert fates["exact"] == joined.usage_metadata["input_token_details"]["cache_read"] > 0
 
 
+def test_logprobs_are_those_of_the_tokens(llm: ChatChunkCache) -> None:
+    """Whole and in pieces."""
+    asked: dict[str, Any] = {"documents": documents("boris"), "logprobs": True, "top_logprobs": 2}
+    told = llm.invoke(QUESTION, **asked)
+    first, *pieces = llm.stream(QUESTION, **asked)
+    joined = sum(pieces, first)
+    for message in (told, joined):
+        tokens = [each["token"] for each in message.response_metadata["logprobs"]["content"]]
+        assert "".join(tokens).startswith(str(told.content))
+
+
 def test_async(llm: ChatChunkCache) -> None:
     given = documents("boris", "jonas")
 
