@@ -9,6 +9,7 @@ and eviction policy.
     ... --reuse fused --model-shape M --machine X     times to first token by arithmetic (timed.py)
     ... --days documents --eviction lru reused        three days, each with new documents (days.py)
     python -m eval replay --generate 1000000 ...      no data at hand
+    python -m eval replay --log FILE --html page.html a log of model calls (eval/logs), drawn
 
 Needs Python alone, no model and no server. The trace format is in eval/replay/trace.py and in
 `--help`.
@@ -20,23 +21,30 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from eval.errors import CommandError
+from eval.logs.log_file import LogFile, unread_text
+from eval.logs.passages import BYTES_PER_TOKEN, Passages, Splitter
 from eval.progress import progress
 from eval.replay import days, generated
 from eval.replay import trace as trace_format
+from eval.replay.breakdown import Breakdown
 from eval.replay.cells import ReplayCell, TraceCell, measure
 from eval.replay.eviction_queue import EVICTION_POLICIES
 from eval.replay.exact import ADMISSION_POLICIES, DEDUP_POLICIES
 from eval.replay.fused_cell import FusedCell, add_options, server_config
 from eval.replay.generated import GeneratedTrace, PooledTrace, SysXTrace
-from eval.replay.grid import AXES, Cell, comparison, derived_capacities, grid
+from eval.replay.grid import AXES, Cell, baseline_of, comparison, derived_capacities, grid
+from eval.replay.mistakes import Mistake, MistakeCell, mistakes_of
 from eval.replay.offloading import HOST_ADMISSIONS
+from eval.replay.page import About, write_page
 from eval.replay.ranks import RanksReplay
 from eval.replay.summary import MIN_BLOCKS, summarize
+from eval.replay.survey import Survey, survey
 from eval.replay.timed import (
     ARMS,
     TimedArm,
@@ -48,6 +56,8 @@ from eval.replay.trace import TraceFacts, TraceFile, TraceRequest, scan
 from eval.run import Run, new_folder
 from eval.task import TASKS, Source, load_task, requests_of
 from radix_ext import ORDER_POLICIES, TAIL_POLICIES, CallerError, Chunk, ChunkId
+from retrieval.errors import RetrievalError
+from retrieval.tokens import load_tokens
 from sglang_chunkcache import ChunkCacheConfig
 
 BLOCK = 50
@@ -59,7 +69,7 @@ WORLD_REQUESTS = 1000
 of a data set all are used."""
 Trace = Iterable[TraceRequest]
 """Iterated several times: for the facts, and for each cell."""
-Create = Callable[[], TraceCell | ReplayCell | TimedArm]
+Create = Callable[[], TraceCell | ReplayCell | TimedArm | MistakeCell]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,6 +81,7 @@ def main(argv: Sequence[str]) -> int:
         facts = scan(_with_bar(trace))
         is_timed = options.machine is not None or options.model_shape is not None
         measured = (_timed if is_timed else _measured)(options, facts, trace)
+        told = _drawn(options, facts, trace, measured) if options.html else None
         if options.warm_up >= facts.num_counted:
             raise CommandError(
                 f"--warm-up {options.warm_up} leaves none of {facts.num_counted} requests to"
@@ -78,7 +89,9 @@ def main(argv: Sequence[str]) -> int:
             )
         options.block = _block(options.block, facts.num_counted - options.warm_up)
         folder = options.out or new_folder("replay")
-        spec = {**vars(options), "json": None, "trace_sha256": facts.sha256}
+        unread = trace.unread if isinstance(trace, LogFile) else None
+        spec = {**vars(options), "json": None, "html": None, "trace_sha256": facts.sha256}
+        spec["unread"] = unread
         summary = partial(summarize_timed if is_timed else summarize, spec)
         with Run(folder, kind="replay", spec=spec, summarize=summary) as run:
             todo = {key: create for key, create in measured.items() if key not in run}
@@ -88,14 +101,16 @@ def main(argv: Sequence[str]) -> int:
             results = run.results()
     except CallerError as error:
         raise CommandError(str(error)) from None
+    if told is not None:
+        about = About(_source(options), told, facts, options.tokenizer, unread, options.worth)
+        write_page(options.html, results, about)
     if options.json:
         print(json.dumps(results))
     else:
-        print(
-            "\n".join(
-                [*map(_text, results["tables"]), "", *results["verdict"], "", f"record: {folder}"]
-            )
-        )
+        said = [*map(_text, results["tables"]), "", *results["verdict"], ""]
+        said += [*unread_text(unread), ""] if unread else []
+        said += [f"page: {options.html}"] if options.html else []
+        print("\n".join([*said, f"record: {folder}"]))
     return 0
 
 
@@ -113,6 +128,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", type=Path, help="JSON Lines, plain or .gz; format below")
+    text = "JSON Lines of model calls, plain or .gz: OpenAI requests, spans, our handlers' lines"
+    source.add_argument("--log", type=Path, help=text)
     source.add_argument(
         "--generate", metavar="N", type=_at_least(1), help="N made requests; parameters below"
     )
@@ -135,6 +152,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--components", type=Path, help="lengths by chunk id, as RAGPulse has them; format below")
     text = f"use only the first N requests; default: all, of task world {WORLD_REQUESTS}"
     add("--max-requests", type=_at_least(1), help=text)
+    text = (
+        "what stands between passages in a message of --log, a regular expression; what is before"
+        " the first and after the last one is no passage, unless --between says where all stand"
+    )
+    add("--separator", metavar="REGEX", help=text)
+    text = "the texts before and after all passages of a message, regular expressions"
+    add("--between", nargs=2, metavar="REGEX", help=text)
+    text = f"a tokenizer.json or a model's name; default: {BYTES_PER_TOKEN} bytes of text are a token"
+    add("--tokenizer", help=f"counts the tokens of --log: {text}")
+    add("--html", type=Path, help="draw the results as a page in this file")
     add("--seed", type=int, default=0, help="of made requests; default: %(default)s")
     text = (
         "three days of the trace, each with other documents, or another system prompt; topics: half"
@@ -234,6 +261,10 @@ def _trace(options: argparse.Namespace) -> Trace:
         return TraceFile(
             options.trace, max_requests=options.max_requests, components=options.components
         )
+    if options.log is not None:
+        return _log(options)
+    if options.separator or options.between or options.tokenizer:
+        raise CommandError("--separator, --between and --tokenizer require --log")
     made = (
         (options.generate, GeneratedTrace, generated.K),
         (options.fusionrag, PooledTrace, generated.K),
@@ -248,6 +279,21 @@ def _trace(options: argparse.Namespace) -> Trace:
             k = max(options.k or [usual_k])
             return make(num_requests, k=k, seed=options.seed, **more)
     return _task_requests(options)
+
+
+def _log(options: argparse.Namespace) -> LogFile:
+    if options.between and not options.separator:
+        raise CommandError("--between requires --separator")
+    num_tokens = None
+    if options.tokenizer is not None:
+        try:
+            offsets = load_tokens(options.tokenizer).offsets
+        except RetrievalError as error:
+            raise CommandError(str(error)) from None
+        num_tokens = lambda text: len(offsets(text))  # noqa: E731
+    splitter = Splitter(options.separator, options.between) if options.separator else None
+    passages = Passages(splitter, num_tokens)
+    return LogFile(options.log, passages, max_requests=options.max_requests)
 
 
 def _of_days(options: argparse.Namespace, trace: Trace) -> Trace:
@@ -328,6 +374,46 @@ def _measured(options: argparse.Namespace, facts: TraceFacts, trace: Trace) -> d
             f"fused/{cell.key}": partial(FusedCell, cell, facts, options, config) for cell in cells
         }
     return found
+
+
+def _drawn(
+    options: argparse.Namespace, facts: TraceFacts, trace: Trace, measured: dict[str, Create]
+) -> Survey:
+    """Adds what a page shows to what is measured: breakdowns of stock and ours with the first limited
+    capacity, and the mistakes."""
+    if options.days or options.ranks > 1 or options.reuse != "exact" or options.machine:
+        raise CommandError("--html goes without --days, --ranks, --reuse and --machine")
+    cells = _cells(options, facts)
+    ours = [cell for cell in cells if cell.order == "tree"]
+    mine = next((cell for cell in ours if cell.capacity or cell.capacity_tokens), (ours or [None])[0])
+    stock = mine and baseline_of(mine.label, [{"cell": cell.label} for cell in cells])
+    if mine is None or stock is None:
+        raise CommandError("--html draws the comparison: leave the settings of the grid out")
+    told, warm_up = survey(trace), options.warm_up
+    breakdown = partial(Breakdown, told, by_tokens=facts.has_lengths, warm_up=warm_up)
+    theirs = Cell(**stock["cell"])
+    for cell in (theirs, mine):
+        measured[cell.key] = partial(_with_breakdown, cell, facts, warm_up, breakdown)
+    as_text = replace(theirs, dedup=theirs.dedup and "off")
+    for mistake in mistakes_of(told)[0]:
+        served = as_text if mistake.by_stock else mine
+        measured[f"mistake/{mistake.name}"] = partial(_mistake, mistake, served, facts, warm_up)
+    return told
+
+
+def _with_breakdown(
+    cell: Cell, facts: TraceFacts, warm_up: int, breakdown: Callable[[], Breakdown]
+) -> ReplayCell:
+    return ReplayCell(cell, facts, warm_up=warm_up, breakdown=breakdown())
+
+
+def _mistake(mistake: Mistake, cell: Cell, facts: TraceFacts, warm_up: int) -> MistakeCell:
+    return MistakeCell(mistake, ReplayCell(cell, facts, warm_up=warm_up))
+
+
+def _source(options: argparse.Namespace) -> str:
+    path = options.log or options.trace
+    return path.name if path else f"task {options.task}" if options.task else "made requests"
 
 
 def _replay_cell(cell: Cell, facts: TraceFacts, options: argparse.Namespace) -> ReplayCell:
