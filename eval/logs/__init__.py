@@ -1,1 +1,1 @@
-"""Logs of model calls, as frameworks and gateways write them, as traces: `python -m eval replay --log`."""
+"""Logs of model calls, as frameworks and gateways write them, read as traces."""

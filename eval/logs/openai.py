@@ -1,12 +1,12 @@
-"""OpenAI request bodies, wherever a line has them: alone, as gateways, LiteLLM and the batch API wrap
-them, or as our handlers for LangChain and LlamaIndex write them.
+"""OpenAI request bodies, wherever a line has them: alone, as gateways, LiteLLM and the batch API
+wrap them, or as our handlers for LangChain and LlamaIndex write them.
 
     {"messages": [{"role": "user", "content": "..."}], ...}
     {"timestamp": ..., "request": {"body": {"messages": [...]}}, "response": ...}
     {"timestamp": ..., "messages": [...], "chunks": [{"id": "doc7#2", "text": "..."}]}
 
-A body has `messages`, `prompt`, or `input` (the Responses API); it may be a string of JSON. `chunks`
-or `documents` beside the messages, or in one, are its passages.
+A body has `messages`, `prompt`, or `input` (the Responses API); it may be a string of JSON.
+`chunks` or `documents` beside the messages, or in one, are its passages.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from eval.logs.call import Call, Document, Message, UnreadError, seconds_of, tex
 
 Row = Mapping[str, Any]
 MAX_DEPTH = 4
+BODIES = ("messages", "prompt", "input")
 TIMES = (
     *("timestamp", "startTime", "start_time", "created_at", "created", "requestedAt"),
     *("time", "ts", "@timestamp"),
@@ -69,7 +70,9 @@ def documents_of(listed: Any) -> tuple[Document, ...]:
         row = each if isinstance(each, dict) else {"text": each}
         text, name = text_of(row.get("text") or row.get("content")), row.get("id")
         if text.strip() or name is not None:
-            found.append(Document("" if name is None else str(name), text if text.strip() else None))
+            found.append(
+                Document("" if name is None else str(name), text if text.strip() else None)
+            )
     return tuple(found)
 
 
@@ -80,19 +83,19 @@ def _path_to_body(path: list[Row]) -> list[Row] | None:
     """From the line's object to the nearest one that is a request."""
     paths = [path]
     for _ in range(MAX_DEPTH):
-        if found := next((each for each in paths if _is_body(each[-1])), None):
+        if found := next((each for each in paths if _said(each[-1]) is not None), None):
             return found
         paths = [[*each, inner] for each in paths for inner in _objects(each[-1])]
     return None
 
 
-def _is_body(row: Row) -> bool:
-    return (
-        _is_messages(row.get("messages"))
-        or isinstance(row.get("prompt"), str)
-        or _is_messages(row.get("input"))
-        or (isinstance(row.get("input"), str) and "model" in row)
-    )
+def _said(row: Row) -> Any:
+    """What a request asks; None: it is no request."""
+    for name in BODIES:
+        value = row.get(name)
+        if _is_messages(value) or (isinstance(value, str) and (name == "prompt" or "model" in row)):
+            return value
+    return None
 
 
 def _is_messages(value: Any) -> bool:
@@ -114,8 +117,7 @@ def _objects(row: Row) -> Iterator[Row]:
 
 def _messages(body: Row) -> tuple[tuple[Message, ...], tuple[Document, ...]]:
     """And the passages that the last message with any has of its own."""
-    rows = body["messages"] if _is_messages(body.get("messages")) else body.get("prompt")
-    rows = body.get("input") if rows is None else rows
+    rows = _said(body)
     if isinstance(rows, str):
         rows = [{"role": "user", "content": rows}]
     before = text_of(body.get("system") or body.get("instructions"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 from eval.errors import CommandError
@@ -38,7 +39,7 @@ _LABEL = re.compile(
 class Region(NamedTuple):
     """Where passages are: `[start, end)` in the text of a message."""
 
-    index: int
+    message: int
     start: int
     end: int
 
@@ -79,7 +80,7 @@ class Splitter:
             end = end if closing is None else closing.start()
         cuts = [found.span() for found in self._separator.finditer(text, start, end)]
         cuts = [(start, start), *cuts, (end, end)]
-        spans = [(a[1], b[0]) for a, b in zip(cuts, cuts[1:], strict=False)]
+        spans = [(a[1], b[0]) for a, b in pairwise(cuts)]
         return spans if self._between else spans[1:-1]
 
 
@@ -105,7 +106,7 @@ class Passages:
             raise UnreadError(
                 "no passages in this call"
                 if self._splitter or not call.messages
-                else "no passages beside this call, and no --separator to find them in its text"
+                else "no passages beside this call, and no --separator"
             )
         chunks = tuple(dict.fromkeys(self._chunk(each) for each in documents))
         plain = tuple(dict.fromkeys(self._plain(each) for each in documents))
@@ -114,7 +115,9 @@ class Passages:
         head = self._digest("\0".join([call.model, *varying]))
         logged = Logged(
             front=head,
-            plain_front=self._digest("\0".join([call.model, *(_masked(t, call.user) for t in varying)])),
+            plain_front=self._digest(
+                "\0".join([call.model, *(_masked(t, call.user) for t in varying)])
+            ),
             text_front=self._text_front(call, region),
             plain_chunks=chunks if plain == chunks else plain,
             model=call.model,
@@ -169,13 +172,18 @@ class Passages:
     def _text_front(self, call: Call, region: Region | None) -> str | None:
         if region is None:
             return None
-        texts = [f"{role}\0{text}" for role, text in call.messages[: region.index]]
-        before = call.messages[region.index].text[: region.start]
+        texts = [f"{role}\0{text}" for role, text in call.messages[: region.message]]
+        before = call.messages[region.message].text[: region.start]
         return self._digest("\0".join([call.model, call.tools, *texts, before]))
 
     def _digest(self, text: str) -> str:
-        name = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+        name = digest(text)
         return self._digests.setdefault(name, name)
+
+
+def digest(text: str) -> str:
+    """A text's name: equal texts have one."""
+    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
 
 def _around(call: Call, region: Region | None) -> tuple[list[str], str]:
@@ -186,16 +194,16 @@ def _around(call: Call, region: Region | None) -> tuple[list[str], str]:
     if region is None:
         front, question = [*messages[:last]], messages[last].text if users else ""
     else:
-        role, text = messages[region.index]
+        role, text = messages[region.message]
         rest = text[: region.start] + text[region.end :]
         if role == "user":
-            front, question = [*messages[: region.index]], rest
+            front, question = [*messages[: region.message]], rest
         elif role in ("system", "developer"):
-            after = messages[region.index + 1 : max(last, region.index + 1)]
-            front = [*messages[: region.index], Message(role, rest), *after]
+            after = messages[region.message + 1 : max(last, region.message + 1)]
+            front = [*messages[: region.message], Message(role, rest), *after]
             question = messages[last].text if users else ""
         else:  # a tool's answer stays where it is
-            front = [*messages[: region.index], Message(role, text[: region.start])]
+            front = [*messages[: region.message], Message(role, text[: region.start])]
             question = messages[last].text if users else ""
     if call.conversation is not None:  # its history is the conversation's, not the head's
         front = [each for each in front if each.role in ("system", "developer")]

@@ -52,14 +52,12 @@ def spans_of(row: Row, line: int) -> Iterator[Span]:
         for event in _list(each.get("events")):
             _add_event(told, event)
         context = each.get("context") or {}
-        names = (
-            each.get("traceId") or context.get("trace_id"),
-            each.get("spanId") or context.get("span_id"),
-            each.get("parentSpanId") or each.get("parent_id"),
-        )
+        trace = str(each.get("traceId") or context.get("trace_id") or "")
+        name = str(each.get("spanId") or context.get("span_id") or "")
+        parent = str(each.get("parentSpanId") or each.get("parent_id") or "")
         start = seconds_of(each.get("startTimeUnixNano") or each.get("start_time"))
         if _has_documents(told) or _is_model_call(told):
-            yield Span(*(str(name or "") for name in names), start or 0.0, told, line)
+            yield Span(trace, name, parent, start or 0.0, told, line)
 
 
 def is_spans(row: Row) -> bool:

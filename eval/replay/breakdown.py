@@ -88,7 +88,9 @@ class Breakdown:
         """`slots`: [number, requests, total, saved]; `heads`: [name, requests, total, saved], most
         first, the others as one; `ages`: [since, total, found]."""
         heads = sorted(self._heads.items(), key=lambda each: -each[1][1])
-        others = [sum(column) for column in zip(*(sums for _, sums in heads[MAX_HEADS:]), strict=True)]
+        others = [
+            sum(column) for column in zip(*(sums for _, sums in heads[MAX_HEADS:]), strict=True)
+        ]
         shown = [[name, *sums] for name, sums in heads[:MAX_HEADS]]
         if others:
             shown.append([f"{len(heads) - MAX_HEADS:,} others together", *others])
@@ -108,7 +110,7 @@ def _name(request: TraceRequest) -> str:
     """Of its head. A log's is a digest; a trace's own name is one if it may be a text."""
     if (logged := request.logged) is not None:
         salt = "" if logged.salt is None else f", tenant {_digest(logged.salt)}"
-        return f"{logged.model[:MAX_NAME]} {logged.front[:6]}{salt}".strip()
+        return f"{logged.model[:MAX_NAME]} prompt {logged.front[:6]}{salt}".strip()
     if request.head is None:
         return "no head named"
     is_name = len(request.head) <= MAX_NAME and request.head.isprintable()

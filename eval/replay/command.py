@@ -39,7 +39,7 @@ from eval.replay.exact import ADMISSION_POLICIES, DEDUP_POLICIES
 from eval.replay.fused_cell import FusedCell, add_options, server_config
 from eval.replay.generated import GeneratedTrace, PooledTrace, SysXTrace
 from eval.replay.grid import AXES, Cell, baseline_of, comparison, derived_capacities, grid
-from eval.replay.mistakes import Mistake, MistakeCell, mistakes_of
+from eval.replay.mistakes import MistakeCell, mistakes_of
 from eval.replay.offloading import HOST_ADMISSIONS
 from eval.replay.page import About, write_page
 from eval.replay.ranks import RanksReplay
@@ -62,6 +62,8 @@ from sglang_chunkcache import ChunkCacheConfig
 
 BLOCK = 50
 IN_FLIGHT_PER_RANK = 16
+SMALL_POOL = 20_000
+"""Tokens, or 256 times as many as chunks: no server has less, so a page draws no smaller cache."""
 MAX_BLOCKS = 1000
 """More do not make an interval more exact, but slower to compute."""
 WORLD_REQUESTS = 1000
@@ -102,8 +104,9 @@ def main(argv: Sequence[str]) -> int:
     except CallerError as error:
         raise CommandError(str(error)) from None
     if told is not None:
-        about = About(_source(options), told, facts, options.tokenizer, unread, options.worth)
-        write_page(options.html, results, about)
+        is_estimated = options.log is not None and options.tokenizer is None
+        known = (facts.distinct_chunks, is_estimated, unread, options.worth)
+        write_page(options.html, results, About(_source(options), told, *known))
     if options.json:
         print(json.dumps(results))
     else:
@@ -159,7 +162,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--separator", metavar="REGEX", help=text)
     text = "the texts before and after all passages of a message, regular expressions"
     add("--between", nargs=2, metavar="REGEX", help=text)
-    text = f"a tokenizer.json or a model's name; default: {BYTES_PER_TOKEN} bytes of text are a token"
+    text = f"tokenizer.json, or a model's name; default: {BYTES_PER_TOKEN} bytes are a token"
     add("--tokenizer", help=f"counts the tokens of --log: {text}")
     add("--html", type=Path, help="draw the results as a page in this file")
     add("--seed", type=int, default=0, help="of made requests; default: %(default)s")
@@ -257,14 +260,14 @@ def _trace(options: argparse.Namespace) -> Trace:
         raise CommandError("--data requires --task; --trace names a trace")
     if options.components is not None and options.trace is None:
         raise CommandError("--components requires --trace")
-    if options.trace is not None:
-        return TraceFile(
-            options.trace, max_requests=options.max_requests, components=options.components
-        )
     if options.log is not None:
         return _log(options)
     if options.separator or options.between or options.tokenizer:
         raise CommandError("--separator, --between and --tokenizer require --log")
+    if options.trace is not None:
+        return TraceFile(
+            options.trace, max_requests=options.max_requests, components=options.components
+        )
     made = (
         (options.generate, GeneratedTrace, generated.K),
         (options.fusionrag, PooledTrace, generated.K),
@@ -379,36 +382,35 @@ def _measured(options: argparse.Namespace, facts: TraceFacts, trace: Trace) -> d
 def _drawn(
     options: argparse.Namespace, facts: TraceFacts, trace: Trace, measured: dict[str, Create]
 ) -> Survey:
-    """Adds what a page shows to what is measured: breakdowns of stock and ours with the first limited
-    capacity, and the mistakes."""
+    """Adds what a page shows to what is measured: breakdowns of stock and ours with the first
+    limited capacity that a server could have, or none, and the mistakes."""
     if options.days or options.ranks > 1 or options.reuse != "exact" or options.machine:
         raise CommandError("--html goes without --days, --ranks, --reuse and --machine")
     cells = _cells(options, facts)
     ours = [cell for cell in cells if cell.order == "tree"]
-    mine = next((cell for cell in ours if cell.capacity or cell.capacity_tokens), (ours or [None])[0])
-    stock = mine and baseline_of(mine.label, [{"cell": cell.label} for cell in cells])
+    limited = [
+        cell
+        for cell in ours
+        if cell.capacity_tokens >= (1 if options.capacity_tokens else SMALL_POOL)
+        or cell.capacity >= SMALL_POOL // 256
+    ]
+    mine = next(iter([*limited, *ours]), None)
+    labels = [{"cell": cell.label} for cell in cells]
+    stock = None if mine is None else baseline_of(mine.label, labels)
     if mine is None or stock is None:
         raise CommandError("--html draws the comparison: leave the settings of the grid out")
-    told, warm_up = survey(trace), options.warm_up
-    breakdown = partial(Breakdown, told, by_tokens=facts.has_lengths, warm_up=warm_up)
-    theirs = Cell(**stock["cell"])
+    told, theirs = survey(trace), Cell(**stock["cell"])
     for cell in (theirs, mine):
-        measured[cell.key] = partial(_with_breakdown, cell, facts, warm_up, breakdown)
-    as_text = replace(theirs, dedup=theirs.dedup and "off")
+        drawn = Breakdown(told, by_tokens=facts.has_lengths, warm_up=options.warm_up)
+        measured[cell.key] = partial(
+            ReplayCell, cell, facts, warm_up=options.warm_up, breakdown=drawn
+        )
     for mistake in mistakes_of(told)[0]:
-        served = as_text if mistake.by_stock else mine
-        measured[f"mistake/{mistake.name}"] = partial(_mistake, mistake, served, facts, warm_up)
+        served = replace(theirs, dedup=theirs.dedup and "off") if mistake.by_stock else mine
+        measured[f"mistake/{mistake.name}"] = partial(
+            MistakeCell, mistake, served, facts, warm_up=options.warm_up
+        )
     return told
-
-
-def _with_breakdown(
-    cell: Cell, facts: TraceFacts, warm_up: int, breakdown: Callable[[], Breakdown]
-) -> ReplayCell:
-    return ReplayCell(cell, facts, warm_up=warm_up, breakdown=breakdown())
-
-
-def _mistake(mistake: Mistake, cell: Cell, facts: TraceFacts, warm_up: int) -> MistakeCell:
-    return MistakeCell(mistake, ReplayCell(cell, facts, warm_up=warm_up))
 
 
 def _source(options: argparse.Namespace) -> str:

@@ -1,5 +1,5 @@
-"""SVG that fits any width: lengths along x are percentages, texts keep their size. Numbers and words
-in, elements out; every string is escaped here."""
+"""SVG that fits any width: lengths along x are percentages, texts keep their size. Numbers and
+words in, elements out; every string is escaped here."""
 
 from __future__ import annotations
 
@@ -25,22 +25,21 @@ class Bar(NamedTuple):
 
 
 def row(label: str, note: str, bars: Sequence[Bar], *, mark: float | None = None) -> str:
-    """A name with its bars, from 0 to 100%. `mark`: a line at the most that anything could reach."""
+    """A name with its bars, from 0 to 100%, and a line at `mark`."""
     height = len(bars) * (BAR + GAP)
-    drawn = []
+    drawn, texts = [], []
     for index, bar in enumerate(bars):
         y = index * (BAR + GAP)
-        drawn.append(_rect("track", 0, y, 1))
-        if bar.of > bar.share:
-            drawn.append(_rect("lost", 0, y, bar.of))
-        drawn.append(_rect(bar.style, 0, y, bar.share))
-        style, shift = ("value", 6) if bar.share < INSIDE else ("inside", -6)
-        drawn.append(
-            f'<text class="{style}" x="{max(bar.share, bar.of):.2%}" dx="{shift}"'
-            f' y="{y + BAR - 3}">{escape(bar.says)}</text>'
+        drawn += [_rect("track", y, 1), _rect("lost", y, bar.of), _rect(bar.style, y, bar.share)]
+        end = max(bar.share, bar.of)
+        style, shift = ("value", 6) if end < INSIDE else ("inside", -6)
+        texts.append(
+            f'<text class="{style}" x="{end:.2%}" dx="{shift}" y="{y + BAR - 3}">'
+            f"{escape(bar.says)}</text>"
         )
     if mark is not None:
         drawn.append(f'<line class="mark" x1="{mark:.2%}" x2="{mark:.2%}" y1="0" y2="{height}"/>')
+    drawn += texts
     said = f"{label}: {'; '.join(bar.says for bar in bars)} {note}"
     svg = (
         f'<svg class="bars" width="100%" height="{height}" role="img" aria-label="{escape(said)}">'
@@ -74,7 +73,11 @@ class Point(NamedTuple):
 
 
 def lines(
-    points: Sequence[Point], styles: Sequence[str], ticks: Iterable[tuple[float, str]], *, label: str
+    points: Sequence[Point],
+    styles: Sequence[str],
+    ticks: Iterable[tuple[float, str]],
+    *,
+    label: str,
 ) -> str:
     """Shares along slots, above how many requests each has. ticks: (share of the width, text)."""
     width = points[-1].number + 1
@@ -118,9 +121,9 @@ def lines(
 # Private, in order of use
 
 
-def _rect(style: str, x: float, y: float, width: float) -> str:
+def _rect(style: str, y: float, width: float) -> str:
     wide = min(1.0, max(0.0, width))
-    return f'<rect class="{style}" x="{x:.2%}" y="{y}" width="{wide:.2%}" height="{BAR}" rx="2"/>'
+    return f'<rect class="{style}" y="{y}" width="{wide:.2%}" height="{BAR}" rx="2"/>'
 
 
 def _path(points: Sequence[Point], index: int, top: float) -> str:

@@ -8,181 +8,147 @@ trace does not tell enough, one is not replayed, and the page says why: nothing 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
-from eval.replay.cells import ReplayCell
-from eval.replay.survey import Survey
-from eval.replay.trace import TraceRequest
+from eval.replay.cells import CHUNK_COUNTS, TOKEN_COUNTS, ReplayCell
+from eval.replay.grid import Cell
+from eval.replay.survey import DAY_S, Survey
+from eval.replay.trace import Logged, TraceFacts, TraceRequest
 from radix_ext import Chunk, ChunkId
 
-DAY_S = 86_400
-Change = Callable[[TraceRequest, int], TraceRequest]
-"""(request, its number) -> the request with, or without, the mistake."""
+Change = Callable[[TraceRequest, Logged | None, int], TraceRequest]
+"""(request, what its log tells, its number) -> the request with, or without, the mistake."""
 
 
-@dataclass(frozen=True, slots=True)
-class Mistake:
-    """`is_made`: the log has it. `is_cure`: the replay is without it. `is_needless`: nothing is lost
-    without it. `by_stock`: it leaves stock SGLang's prefix cache alone."""
+Kind = Literal["made", "needless", "kept", "put_in"]
+"""The log has it, replayed: as it is; without it, which costs an application nothing; without it,
+though there may be a reason for it. Or it is put in."""
+
+
+class Mistake(NamedTuple):
+    """`name` is the key of its sample. Passages in a text leave only SGLang's prefix cache:
+    `by_stock`."""
 
     name: str
     says: str
     change: Change
-    is_made: bool = False
-    is_cure: bool = False
-    is_needless: bool = False
-    by_stock: bool = False
+    kind: Kind
+
+    @property
+    def by_stock(self) -> bool:
+        return self.name == "text"
 
 
 def mistakes_of(told: Survey) -> tuple[list[Mistake], list[str]]:
     """What can be replayed, and what cannot, with the reason."""
-    has_times = told.num_plain_fronts < told.num_fronts
-    has_salts, has_labels = told.num_salts > 1, told.num_labelled > 0
-    found = [
-        Mistake(
-            "text",
-            "Passages in the text of a message",
-            _in_text,
-            is_made=told.num_in_text > 0,
-            by_stock=True,
-        )
+    has_times = len(told.plain_fronts) < len(told.fronts)
+    has_labels = len(told.plain_chunks) < len(told.chunks)
+    has_salts, has_users = len(told.salts) > 1, len(told.users - {None}) > 1
+    has_days = told.has_times and told.last_s // DAY_S > told.first_s // DAY_S
+    has_heads = len(told.heads) > max(1, len(told.models))
+    has_scores = told.has_questions and not has_labels
+    in_text: Kind = "made" if told.num_in_text else "put_in"
+    heads = f"All that differs before the chunks: {len(told.heads):,} heads"
+    time, label = "times, dates, numbers or ids before the chunks", "ranks or scores in passages"
+    second, salt = "The time, to the second, in the system prompt", "A cache_salt for each request"
+    listed: list[tuple[bool, str, str, Change, Kind]] = [
+        (True, "text", "Passages in the text of a message", _in_text, in_text),
+        (has_times, "times", time.capitalize(), _no_times, "needless"),
+        (has_labels, "labels", label.capitalize(), _no_labels, "needless"),
+        (has_times and has_labels, "both", f"Both: {time}, {label}", _neither, "needless"),
+        (has_salts, "salts", f"{len(told.salts):,} tenants kept apart", _no_salt, "kept"),
+        (has_heads, "heads", heads, _no_head, "kept"),
+        (not has_times, "second", f"{second} or a tool", _second, "put_in"),
+        (has_days and not has_times, "date", "The date in the system prompt", _date, "put_in"),
+        (has_users, "user", "The user's name in the system prompt", _user, "put_in"),
+        (not has_salts, "salt", salt, _each, "put_in"),
+        (not has_labels, "rank", "The rank in a passage's text", _rank, "put_in"),
+        (has_scores, "score", "The score in a passage's text", _score, "put_in"),
     ]
-    cures = [
-        (has_times, "times", "Times, dates, numbers or ids in front of the chunks", _without_times),
-        (has_labels, "labels", "Ranks or scores in passages' texts", _without_labels),
-        (has_times and has_labels, "both", "Both of these", _without_both),
-    ]
-    found += [
-        Mistake(name, says, change, is_made=True, is_cure=True, is_needless=True)
-        for is_there, name, says, change in cures
-        if is_there
-    ]
-    wanted = [
-        (has_salts, "salts", f"{told.num_salts:,} tenants kept apart (cache_salt)", _without_salt),
-        (
-            told.num_heads > max(1, told.num_models),
-            "heads",
-            f"All that differs in front of the chunks: {told.num_heads:,} heads",
-            _without_head,
-        ),
-    ]
-    found += [
-        Mistake(name, says, change, is_made=True, is_cure=True)
-        for is_there, name, says, change in wanted
-        if is_there
-    ]
-    is_long = told.has_times and told.last_s // DAY_S > told.first_s // DAY_S
-    put_in = (
-        (
-            not has_times,
-            "second",
-            "The time, to the second, in the system prompt or a tool's description",
-            _second,
-        ),
-        (is_long and not has_times, "date", "The date in the system prompt", _date),
-        (told.num_users > 1, "user", "The user's name in the system prompt", _user),
-        (not has_salts, "salt", "A cache_salt for each request", _each),
-        (not has_labels, "rank", "The rank in a passage's text", _rank),
-        (told.has_questions and not has_labels, "score", "The score in a passage's text", _score),
-    )
-    found += [Mistake(name, says, change) for is_told, name, says, change in put_in if is_told]
     missing = [
-        ("a date in the system prompt: the log is not of two days", not is_long and not has_times),
-        ("a user's name: the log names no users", told.num_users < 2),
-        ("a score in passages' texts: the log has no questions", not told.has_questions),
-        ("overlapping windows: the log does not have documents before they are cut", True),
+        (not has_days and not has_times, "a date in the system prompt: the log is of one day"),
+        (not has_users, "a user's name: the log does not name two users"),
+        (not told.has_questions, "a score in passages' texts: the log has no questions"),
+        (True, "overlapping windows: the log has no documents before they are cut"),
     ]
-    return found, [says for says, is_missing in missing if is_missing]
+    found = [Mistake(*each[1:]) for each in listed if each[0]]
+    return found, [says for is_it, says in missing if is_it]
 
 
 class MistakeCell:
     """A replay of changed requests; its sample has sums only."""
 
-    def __init__(self, mistake: Mistake, cell: ReplayCell) -> None:
-        self._mistake, self._cell, self._number = mistake, cell, 0
+    def __init__(self, mistake: Mistake, cell: Cell, facts: TraceFacts, *, warm_up: int) -> None:
+        self._mistake, self._number = mistake, 0
+        self._cell = ReplayCell(cell, facts, warm_up=warm_up)
 
     def step(self, request: TraceRequest) -> None:
-        self._cell.step(self._mistake.change(request, self._number))
+        self._cell.step(self._mistake.change(request, request.logged, self._number))
         self._number += 1
 
     @property
     def sample(self) -> dict[str, Any]:
         told, mistake = self._cell.sample, self._mistake
-        prefix, unit = ("token_", "tokens") if told["tokens"] else ("", "chunks")
-        names = (
-            ("token_hits", "dropped_tokens", "lost_tokens")
-            if prefix
-            else ("hits", "dropped", "lost")
-        )
-        hits, dropped, lost = (sum(told[name]) for name in names)
-        return {
-            "mistake": mistake.name,
-            "says": mistake.says,
-            "is_made": mistake.is_made,
-            "is_cure": mistake.is_cure,
-            "is_needless": mistake.is_needless,
-            "total": sum(told[unit]),
-            "saved": hits + dropped - lost,
-        }
+        names = TOKEN_COUNTS if told["tokens"] else CHUNK_COUNTS
+        total, hits, dropped, lost = (sum(told[name]) for name in names)
+        sums = {"total": total, "saved": hits + dropped - lost}
+        return {"mistake": mistake.name, "says": mistake.says, "kind": mistake.kind, **sums}
 
 
 # Private, in order of use
 
 
-def _in_text(request: TraceRequest, number: int) -> TraceRequest:
-    logged = request.logged
-    if logged is None or logged.text_front is None:
+def _in_text(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
+    # a later turn follows its history, whatever stands between that and its passages
+    if logged is None or logged.text_front is None or request.conversation is not None:
         return request
     return request._replace(head=logged.head(logged.text_front))
 
 
-def _without_times(request: TraceRequest, number: int) -> TraceRequest:
-    logged = request.logged
-    return request if logged is None else request._replace(head=logged.head(logged.plain_front))
+def _no_times(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
+    return request._replace(head=logged.head(logged.plain_front)) if logged else request
 
 
-def _without_both(request: TraceRequest, number: int) -> TraceRequest:
-    return _without_times(_without_labels(request, number), number)
+def _no_labels(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
+    return request._replace(chunks=logged.plain_chunks) if logged else request
 
 
-def _without_salt(request: TraceRequest, number: int) -> TraceRequest:
-    return request if request.logged is None else request._replace(head=request.logged.front)
+def _neither(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
+    return _no_times(_no_labels(request, logged, number), logged, number)
 
 
-def _without_labels(request: TraceRequest, number: int) -> TraceRequest:
-    return request if request.logged is None else request._replace(chunks=request.logged.plain_chunks)
+def _no_salt(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
+    return request._replace(head=logged.front) if logged else request
 
 
-def _without_head(request: TraceRequest, number: int) -> TraceRequest:
-    return request._replace(head=request.logged.model if request.logged else None)
+def _no_head(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
+    return request._replace(head=logged.model if logged else None)
 
 
-def _second(request: TraceRequest, number: int) -> TraceRequest:
+def _second(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
     # without times each request has a second of its own
     return _behind(request, number if request.timestamp is None else int(request.timestamp))
 
 
-def _date(request: TraceRequest, number: int) -> TraceRequest:
+def _date(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
     return _behind(request, int((request.timestamp or 0) // DAY_S))
 
 
-def _user(request: TraceRequest, number: int) -> TraceRequest:
-    return _behind(request, request.logged.user if request.logged else None)
+def _user(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
+    return _behind(request, logged and logged.user)
 
 
-def _each(request: TraceRequest, number: int) -> TraceRequest:
+def _each(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
     return _behind(request, number)
 
 
-def _rank(request: TraceRequest, number: int) -> TraceRequest:
-    chunks = (_other(chunk, rank) for rank, chunk in enumerate(request.chunks))
-    return request._replace(chunks=tuple(chunks))
+def _rank(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
+    return request._replace(chunks=tuple(map(_other, request.chunks, range(len(request.chunks)))))
 
 
-def _score(request: TraceRequest, number: int) -> TraceRequest:
+def _score(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
     """One belongs to a chunk and a question."""
-    question = request.logged.question if request.logged else None
+    question = logged and logged.question
     return request._replace(chunks=tuple(_other(chunk, question) for chunk in request.chunks))
 
 

@@ -201,11 +201,12 @@ class TraceFile:
         conversation, head = (
             _given(name_of, row, name, where) for name in ("conversation", "head")
         )
-        counts = (
+        question, system, output = (
             _given(count_of, row, f"{name}_tokens", where)
             for name in ("question", "system", "output")
         )
-        return TraceRequest(chunks, has_lengths, timestamp, conversation, head, *counts)
+        said = (conversation, head, question, system, output)
+        return TraceRequest(chunks, has_lengths, timestamp, *said)
 
     def _chunks(self, row: Row, where: str) -> tuple[tuple[Chunk, ...], bool]:
         """The distinct chunks of one line, and whether their lengths are known."""
