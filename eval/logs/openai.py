@@ -142,5 +142,6 @@ def _first(around: Sequence[Row], names: Sequence[str]) -> str | None:
 def _times(around: Sequence[Row]) -> Iterator[float]:
     for row in reversed(around):  # a gateway's time, not one within the request
         for name in TIMES:
-            if (seconds := seconds_of(row.get(name))) is not None:
+            # a small number is a duration
+            if (seconds := seconds_of(row.get(name))) and seconds > 1e8:
                 yield seconds

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from eval.errors import CommandError
+from eval.logs import openai, spans
 from eval.logs.log_file import LogFile, unread_text
 from eval.logs.passages import BYTES_PER_TOKEN, Passages, Splitter
 from eval.progress import progress
@@ -126,7 +127,9 @@ def _parser() -> argparse.ArgumentParser:
             " with capacity for a quarter and an eighth of the distinct chunks; for conversations"
             " also stock with an application that leaves out chunks already shown."
         ),
-        epilog=f"{trace_format.__doc__}\n{generated.__doc__}",
+        epilog="\n".join(
+            str(each.__doc__) for each in (trace_format, openai, spans, generated)
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     source = parser.add_mutually_exclusive_group(required=True)

@@ -196,9 +196,9 @@ class _Page:
             bar = Bar(made, "ours", f"{100 * (made - without):+.1f} points", without)
             groups[one["kind"] != "put_in"].append((made - without, row(one["says"], says, [bar])))
         drawn = "".join(
-            f"<h3>{heading}</h3>{''.join(each for _, each in sorted(group))}{axis()}"
-            for heading, group in (("In this log", groups[True]), ("If it were made", groups[False]))
-            if group
+            f"<h3>{heading}</h3>{''.join(each for _, each in sorted(groups[is_made]))}{axis()}"
+            for is_made, heading in ((True, "In this log"), (False, "If it were made"))
+            if groups[is_made]
         )
         return (
             f'<h2>What a mistake costs</h2><p class="soft">Share of {self._what} found with it,'
