@@ -5,14 +5,13 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from zlib import error as ZlibError
 
 from eval.errors import CommandError
-from eval.logs.call import Call, UnreadError
+from eval.logs.call import UnreadError
 from eval.logs.openai import call_of
 from eval.logs.passages import Passages
 from eval.logs.spans import Span, calls_of, is_spans, spans_of
@@ -47,6 +46,7 @@ class LogFile:
             "lines": self._num_lines,
             "requests": len(found),
             "named": sorted(self._named)[:MAX_NAMED],
+            "histories": passages.num_histories,
             "reasons": dict(self._reasons.most_common(MAX_NAMED)),
         }
         if not found:
@@ -60,21 +60,20 @@ class LogFile:
         return len(self._found)
 
     def _requests(self, path: Path) -> Iterator[TraceRequest]:
-        for number, call in self._calls(path):
-            try:
-                yield self._passages.request(call() if callable(call) else call)
-            except UnreadError as error:
-                self._skip(number, str(error))
-
-    def _calls(self, path: Path) -> Iterator[tuple[int, Call | Callable[[], Call]]]:
         spans: list[Span] = []
         for number, row in self._rows(path):
-            if is_spans(row):
-                spans += spans_of(row, number)
-            else:
-                yield number, partial(call_of, row)
+            try:
+                if is_spans(row):
+                    spans += spans_of(row, number)
+                else:
+                    yield self._passages.request(call_of(row))
+            except UnreadError as error:
+                self._skip(number, str(error))
         for call, number in calls_of(spans):
-            yield number, call
+            try:
+                yield self._passages.request(call)
+            except UnreadError as error:
+                self._skip(number, str(error))
 
     def _rows(self, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         number = 0
@@ -110,10 +109,18 @@ class LogFile:
             self._named.append((number, reason))
 
 
-def unread_text(unread: dict[str, Any]) -> list[str]:
+def histories_text(unread: Mapping[str, Any]) -> list[str]:
+    """For people: chunks that find nothing, since no line says which conversation is theirs."""
+    count = unread["histories"]
+    told = "have a conversation's history before their chunks, and no id of it: they find nothing"
+    return [f"{count:,} of {unread['requests']:,} requests {told}."] if count else []
+
+
+def unread_text(unread: Mapping[str, Any]) -> list[str]:
     """For people: what was not read, by line."""
     skipped = sum(unread["reasons"].values())
     lines = [f"Read {unread['requests']:,} requests of {unread['lines']:,} lines."]
+    lines += histories_text(unread)
     if skipped:
         lines[0] += f" {skipped:,} were not read: " + "; ".join(
             f"{count:,}: {reason}" for reason, count in unread["reasons"].items()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import re
+import sys
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
@@ -18,6 +19,7 @@ from eval.logs.call import Call, Document, Message, UnreadError
 from eval.replay.trace import Logged, TraceRequest
 from radix_ext import Chunk, ChunkId
 
+SYSTEM = ("system", "developer")
 BYTES_PER_TOKEN = 4
 """Without a tokenizer: in UTF-8, about right for English, and within a factor of 2 for most."""
 _VARYING = re.compile(
@@ -90,6 +92,8 @@ class Passages:
     Args:
         splitter: None: only passages that a log names are found.
         num_tokens: of a text; None: estimated from its bytes.
+    Attributes:
+        num_histories: requests with an answer before their chunks, which then find nothing.
     """
 
     def __init__(
@@ -97,7 +101,7 @@ class Passages:
     ) -> None:
         self._splitter, self._num_tokens = splitter, num_tokens or _estimate
         self._known: dict[str, Chunk] = {}
-        self._digests: dict[str, str] = {}
+        self.num_histories = 0
 
     def request(self, call: Call) -> TraceRequest:
         """Raises UnreadError: no passages."""
@@ -111,17 +115,18 @@ class Passages:
         chunks = tuple(dict.fromkeys(self._chunk(each) for each in documents))
         plain = tuple(dict.fromkeys(self._plain(each) for each in documents))
         front, question = _around(call, region)
-        varying = [call.tools, *front]
-        head = self._digest("\0".join([call.model, *varying]))
+        if call.conversation is not None:  # which has its history
+            front = [each for each in front if each.role in SYSTEM]
+        self.num_histories += any(each.role == "assistant" for each in front)
+        varying = [call.tools, *map("\0".join, front)]
+        plain_front = [_masked(text, call.user) for text in varying]
         logged = Logged(
-            front=head,
-            plain_front=self._digest(
-                "\0".join([call.model, *(_masked(t, call.user) for t in varying)])
-            ),
-            text_front=self._text_front(call, region),
+            front=digest("\0".join([call.model, *varying])),
+            plain_front=digest("\0".join([call.model, *plain_front])),
+            text_front=_text_front(call, region),
             plain_chunks=chunks if plain == chunks else plain,
             model=call.model,
-            question=self._digest(question) if question else None,
+            question=digest(question) if question else None,
             user=call.user,
             salt=call.salt,
         )
@@ -153,8 +158,7 @@ class Passages:
     def _chunk(self, document: Document) -> Chunk:
         if document.text is None:
             return self._kept(document.id, 1)
-        text = document.text.strip()
-        return self._of_text(text)
+        return self._of_text(document.text.strip())
 
     def _plain(self, document: Document) -> Chunk:
         """Without rank and score."""
@@ -163,51 +167,43 @@ class Passages:
         return self._chunk(document) if plain in ("", text) else self._of_text(plain)
 
     def _of_text(self, text: str) -> Chunk:
-        name = self._digest(text)
+        name = digest(text)
         return self._known.get(name) or self._kept(name, self._num_tokens(text))
 
     def _kept(self, name: str, num_tokens: int) -> Chunk:
         return self._known.setdefault(name, Chunk(ChunkId(name), max(1, num_tokens)))
 
-    def _text_front(self, call: Call, region: Region | None) -> str | None:
-        if region is None:
-            return None
-        texts = [f"{role}\0{text}" for role, text in call.messages[: region.message]]
-        before = call.messages[region.message].text[: region.start]
-        return self._digest("\0".join([call.model, call.tools, *texts, before]))
-
-    def _digest(self, text: str) -> str:
-        name = digest(text)
-        return self._digests.setdefault(name, name)
-
 
 def digest(text: str) -> str:
     """A text's name: equal texts have one."""
-    return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+    encoded = text.encode("utf-8", "surrogatepass")
+    return sys.intern(hashlib.blake2b(encoded, digest_size=8).hexdigest())
 
 
-def _around(call: Call, region: Region | None) -> tuple[list[str], str]:
-    """Texts before the chunks as ours would have them, and the question behind them."""
-    messages = call.messages
+def _around(call: Call, region: Region | None) -> tuple[list[Message], str]:
+    """What stands before the chunks as ours would have them, and the question behind them."""
+    messages = [*call.messages]
     users = [index for index, message in enumerate(messages) if message.role == "user"]
     last = users[-1] if users else len(messages)
+    asked = messages[last].text if users else ""
     if region is None:
-        front, question = [*messages[:last]], messages[last].text if users else ""
-    else:
-        role, text = messages[region.message]
-        rest = text[: region.start] + text[region.end :]
-        if role == "user":
-            front, question = [*messages[: region.message]], rest
-        elif role in ("system", "developer"):
-            after = messages[region.message + 1 : max(last, region.message + 1)]
-            front = [*messages[: region.message], Message(role, rest), *after]
-            question = messages[last].text if users else ""
-        else:  # a tool's answer stays where it is
-            front = [*messages[: region.message], Message(role, text[: region.start])]
-            question = messages[last].text if users else ""
-    if call.conversation is not None:  # its history is the conversation's, not the head's
-        front = [each for each in front if each.role in ("system", "developer")]
-    return [f"{role}\0{text}" for role, text in front], question
+        return messages[:last], asked
+    (role, text), before = messages[region.message], messages[: region.message]
+    rest = text[: region.start] + text[region.end :]
+    if role == "user":
+        return before, rest
+    if role in SYSTEM:
+        return [*before, Message(role, rest), *messages[region.message + 1 : last]], asked
+    # a tool's answer stays where it is
+    return [*before, Message(role, text[: region.start])], asked
+
+
+def _text_front(call: Call, region: Region | None) -> str | None:
+    if region is None:
+        return None
+    before = call.messages[region.message].text[: region.start]
+    texts = map("\0".join, call.messages[: region.message])
+    return digest("\0".join([call.model, call.tools, *texts, before]))
 
 
 def _masked(text: str, user: str | None) -> str:

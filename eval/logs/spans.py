@@ -13,63 +13,102 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from eval.logs.call import Call, Document, Message, seconds_of, text_of
+from eval.logs.call import Call, Document, Message, UnreadError, seconds_of, text_of
 
 Row = Mapping[str, Any]
 DOCUMENTS = ("gen_ai.retrieval.documents", "retrieval.documents")
-RERANKED = "reranker.output_documents"
+RERANKED = ("reranker.output_documents",)
 MESSAGES = ("gen_ai.input.messages", "llm.input_messages", "gen_ai.prompt")
 MODEL_CALLS = ("chat", "text_completion", "generate_content", "LLM")
-CONVERSATIONS = (
-    *("gen_ai.conversation.id", "session.id"),
-    "traceloop.association.properties.session_id",
-)
-USERS = ("user.id", "enduser.id", "traceloop.association.properties.user_id")
+KINDS = ("gen_ai.operation.name", "openinference.span.kind")
+TOOLS = ("gen_ai.tool.definitions", "llm.tools")
 MODELS = ("gen_ai.request.model", "llm.model_name")
+_TRACELOOP = "traceloop.association.properties"
+CONVERSATIONS = ("gen_ai.conversation.id", "session.id", f"{_TRACELOOP}.session_id")
+USERS = ("user.id", "enduser.id", f"{_TRACELOOP}.user_id")
 
 
 class Span(NamedTuple):
-    """`start`: seconds since 1970. `line`: of the file."""
+    """`start`: seconds since 1970. `told`: attributes as a tree, keys parted at dots. `line`: of
+    the file."""
 
     trace: str
     id: str
     parent: str
     start: float
-    told: Row
+    told: dict[str, Any]
     line: int
 
+    @property
+    def documents(self) -> list[Document]:
+        """Retrieved, or kept by a reranker."""
+        found = []
+        for each in _rows(self.get(*RERANKED, *DOCUMENTS)):
+            row = _object(each.get("document")) or each
+            text, name = text_of(row.get("content") or row.get("text")), row.get("id")
+            if text.strip() or name is not None:
+                found.append(Document(str(name or ""), text if text.strip() else None))
+        return found
 
-def spans_of(row: Row, line: int) -> Iterator[Span]:
-    """Those on a line that tell of documents or a model call; none on a line of another kind."""
-    listed = [
-        span
-        for resource in _list(row.get("resourceSpans"))
-        for scope in _list(resource.get("scopeSpans"))
-        for span in _list(scope.get("spans"))
-    ]
-    for each in listed or ([row] if _is_span(row) else []):
-        told = dict(_attributes(each.get("attributes")))
-        for event in _list(each.get("events")):
-            _add_event(told, event)
-        context = each.get("context") or {}
-        trace = str(each.get("traceId") or context.get("trace_id") or "")
-        name = str(each.get("spanId") or context.get("span_id") or "")
-        parent = str(each.get("parentSpanId") or each.get("parent_id") or "")
-        start = seconds_of(each.get("startTimeUnixNano") or each.get("start_time"))
-        if _has_documents(told) or _is_model_call(told):
-            yield Span(trace, name, parent, start or 0.0, told, line)
+    @property
+    def is_model_call(self) -> bool:
+        kind = self.get(*KINDS)
+        return self.get(*MESSAGES) is not None if kind is None else kind in MODEL_CALLS
+
+    def get(self, *names: str) -> Any:
+        """The first of these that there is; None: there is none."""
+        for name in names:
+            value: Any = self.told
+            for part in name.split("."):
+                value = value.get(part) if isinstance(value, dict) else None
+            if value is not None:
+                return value
+        return None
 
 
 def is_spans(row: Row) -> bool:
     """Whether a line has spans, of whatever kind."""
-    return "resourceSpans" in row or _is_span(row)
+    ids = {"context", "traceId", "trace_id", "spanId"}
+    return "resourceSpans" in row or (
+        isinstance(row.get("attributes"), dict | list) and bool(ids & row.keys())
+    )
+
+
+def spans_of(row: Row, line: int) -> Iterator[Span]:
+    """Those on a line that tell of documents or a model call. Raises UnreadError: it has none."""
+    scopes = (
+        each
+        for resource in _rows(row.get("resourceSpans"))
+        for each in _rows(resource.get("scopeSpans"))
+    )
+    listed = [span for scope in scopes for span in _rows(scope.get("spans"))]
+    listed = listed if "resourceSpans" in row else [row]
+    if not listed:
+        raise UnreadError("resourceSpans without spans")
+    for each in listed:
+        context = _object(each.get("context"))
+        trace, name, parent = (
+            str(each.get(otlp) or context.get(sdk) or each.get(sdk) or "")
+            for otlp, sdk in (
+                ("traceId", "trace_id"),
+                ("spanId", "span_id"),
+                ("parentSpanId", "parent_id"),
+            )
+        )
+        start = seconds_of(each.get("startTimeUnixNano") or each.get("start_time")) or 0.0
+        told = _tree(_attributes(each.get("attributes")))
+        for event in _rows(each.get("events")):
+            _add_event(told, str(event.get("name")), _tree(_attributes(event.get("attributes"))))
+        span = Span(trace or f"{name} of {line}", name, parent, start, told, line)
+        if span.documents or span.is_model_call:
+            yield span
 
 
 def calls_of(spans: Iterable[Span]) -> Iterator[tuple[Call, int]]:
     """The model calls of all traces, each with its line; of a trace without one, its retrieval."""
     traces: dict[str, list[Span]] = {}
     for span in sorted(spans, key=lambda span: span.start):
-        traces.setdefault(span.trace or f"{span.id} of {span.line}", []).append(span)
+        traces.setdefault(span.trace, []).append(span)
     for trace in traces.values():
         yield from _calls_of_trace(trace)
 
@@ -78,16 +117,16 @@ def calls_of(spans: Iterable[Span]) -> Iterator[tuple[Call, int]]:
 
 
 def _calls_of_trace(trace: list[Span]) -> Iterator[tuple[Call, int]]:
-    retrieving = {span.id for span in trace if _has_documents(span.told)}
-    asking = {span.id for span in trace if _is_model_call(span.told)}
+    retrieving = {span.id for span in trace if span.documents}
+    asking = {span.id for span in trace if span.is_model_call}
     # a framework's span around the client's is the same call
     asking -= {span.parent for span in trace if span.id in asking}
     found: list[Document] = []
     is_new = True
     for span in trace:
         if span.id in retrieving and span.parent not in retrieving:
-            kept = [] if is_new or RERANKED in span.told or _keys(span.told, RERANKED) else found
-            found, is_new = [*kept, *_documents(span.told)], False
+            is_new = is_new or span.get(*RERANKED) is not None
+            found, is_new = [*([] if is_new else found), *span.documents], False
         if span.id in asking:
             yield _call(span, tuple(found)), span.line
             is_new = True
@@ -96,35 +135,32 @@ def _calls_of_trace(trace: list[Span]) -> Iterator[tuple[Call, int]]:
 
 
 def _call(span: Span, documents: tuple[Document, ...]) -> Call:
-    told = span.told
-    system = text_of(_parsed(told.get("gen_ai.system_instructions")))
-    lead = (Message("system", system),) if system else ()
-    names = [
-        next((str(told[name]) for name in of if told.get(name)), None)
-        for of in (CONVERSATIONS, USERS, MODELS)
-    ]
-    tools = told.get("gen_ai.tool.definitions") or told.get("llm.tools")
-    return Call(
-        (*lead, *_messages(told)) if _is_model_call(told) else (),
-        documents,
-        model=names[2] or "",
-        tools=json.dumps(_parsed(tools), sort_keys=True) if tools else "",
-        timestamp=span.start or None,
-        conversation=names[0],
-        user=names[1],
+    system = text_of(_parsed(span.get("gen_ai.system_instructions")))
+    messages = [Message("system", system)] if system else []
+    for each in _rows(span.get(*MESSAGES)) if span.is_model_call else ():
+        row = _object(each.get("message")) or each
+        contents = [part.get("message_content") for part in _rows(row.get("contents"))]
+        text = text_of(row.get("content") or row.get("parts") or contents)
+        messages.append(Message(str(row.get("role") or "user"), text))
+    tools, model = _parsed(span.get(*TOOLS)), span.get(*MODELS)
+    conversation, user = (
+        None if (value := span.get(*names)) is None else str(value)
+        for names in (CONVERSATIONS, USERS)
     )
-
-
-def _is_span(row: Row) -> bool:
-    return isinstance(row.get("attributes"), dict | list) and bool(
-        {"context", "traceId", "trace_id", "spanId"} & row.keys()
+    return Call(
+        tuple(messages),
+        documents,
+        model=str(model or ""),
+        tools=json.dumps(tools, sort_keys=True) if tools else "",
+        timestamp=span.start or None,
+        conversation=conversation,
+        user=user,
     )
 
 
 def _attributes(given: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(given, dict):
-        yield from given.items()
-    for each in _list(given):
+    yield from given.items() if isinstance(given, dict) else ()
+    for each in _rows(given) if isinstance(given, list) else ():
         yield str(each.get("key")), _value(each.get("value"))
 
 
@@ -133,93 +169,52 @@ def _value(value: Any) -> Any:
     if not isinstance(value, dict) or len(value) != 1:
         return None
     ((kind, inner),) = value.items()
+    values = _object(inner).get("values")
     if kind == "arrayValue":
-        return [_value(each) for each in _list(inner.get("values"))]
-    return dict(_attributes(inner.get("values"))) if kind == "kvlistValue" else inner
+        return [_value(each) for each in values] if isinstance(values, list) else []
+    return dict(_attributes(values)) if kind == "kvlistValue" else inner
 
 
-def _add_event(told: dict[str, Any], event: Row) -> None:
-    """Conventions before 1.37 have an event for each message, those before 1.28 one for all."""
-    name, fields = str(event.get("name")), dict(_attributes(event.get("attributes")))
-    role = name.removeprefix("gen_ai.").removesuffix(".message")
-    if name == f"gen_ai.{role}.message":
-        content = fields.get("content") or _parsed(fields.get("gen_ai.event.content"))
-        told.setdefault("gen_ai.prompt", []).append({"role": role, "content": content})
-    elif name == "gen_ai.content.prompt":
-        told["gen_ai.prompt"] = fields.get("gen_ai.prompt")
-    elif name == "gen_ai.client.inference.operation.details":
-        told.update(fields)
-
-
-def _has_documents(told: Row) -> bool:
-    return any(name in told or _keys(told, name) for name in (*DOCUMENTS, RERANKED))
-
-
-def _is_model_call(told: Row) -> bool:
-    kind = told.get("gen_ai.operation.name") or told.get("openinference.span.kind")
-    if kind is not None:
-        return kind in MODEL_CALLS
-    return any(name in told or _keys(told, name) for name in MESSAGES)
-
-
-def _messages(told: Row) -> list[Message]:
-    for name in MESSAGES:
-        if rows := _rows(told, name):
-            return [
-                Message(str(row.get("role") or "user"), text_of(_content(row)))
-                for each in rows
-                if (row := _short(each, "message"))
-            ]
-    return []
-
-
-def _content(row: Row) -> Any:
-    listed = [row[name] for name in sorted(row) if name.endswith("message_content.text")]
-    return row.get("content") or row.get("parts") or row.get("contents") or listed
-
-
-def _documents(told: Row) -> list[Document]:
-    rows = next((rows for name in (RERANKED, *DOCUMENTS) if (rows := _rows(told, name))), [])
-    found = []
-    for each in rows:
-        row = _short(each, "document")
-        text = text_of(row.get("content") or row.get("text"))
-        if text.strip() or row.get("id") is not None:
-            found.append(Document(str(row.get("id") or ""), text if text.strip() else None))
-    return found
-
-
-def _rows(told: Row, name: str) -> list[Row]:
-    """A list of objects, as such, as JSON, or as `name.0.field`."""
-    if name in told:
-        return _list(_parsed(told[name]))
-    rows: dict[int, dict[str, Any]] = {}
-    for key in _keys(told, name):
-        place, _, field = key.removeprefix(f"{name}.").partition(".")
-        if place.isdigit():
-            rows.setdefault(int(place), {})[field] = told[key]
-    return [rows[place] for place in sorted(rows)]
-
-
-def _keys(told: Row, name: str) -> list[str]:
-    return [key for key in told if key.startswith(f"{name}.")]
-
-
-def _short(row: Row, kind: str) -> dict[str, Any]:
-    """OpenInference's `document.id` is `id`."""
-    inner = row.get(kind)
-    given = inner if isinstance(inner, dict) else row
-    return {key.removeprefix(f"{kind}."): value for key, value in given.items()}
+def _tree(attributes: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """`{"a.0.b": 1}` as `{"a": {"0": {"b": 1}}}`."""
+    tree: dict[str, Any] = {}
+    for key, value in attributes:
+        *path, last = key.split(".")
+        place: Any = tree
+        for part in path:
+            place = place.setdefault(part, {}) if isinstance(place, dict) else None
+        if isinstance(place, dict):
+            place.setdefault(last, value)
+    return tree
 
 
 def _parsed(value: Any) -> Any:
-    if isinstance(value, str) and value[:1] in ("[", "{"):
-        try:
-            return json.loads(value)
-        except (ValueError, RecursionError):
-            pass
-    return value
+    try:
+        return json.loads(value) if isinstance(value, str) and value[:1] in ("[", "{") else value
+    except (ValueError, RecursionError):
+        return value
 
 
-def _list(value: Any) -> list[Any]:
+def _add_event(told: dict[str, Any], name: str, fields: dict[str, Any]) -> None:
+    """Conventions before 1.37 have an event for each message, those before 1.28 one for all."""
+    genai, given = _object(told.setdefault("gen_ai", {})), _object(fields.get("gen_ai"))
+    role = name.removeprefix("gen_ai.").removesuffix(".message")
+    if name == f"gen_ai.{role}.message":
+        content = fields.get("content") or _parsed(_object(given.get("event")).get("content"))
+        genai["prompt"] = [*_rows(genai.get("prompt")), {"role": role, "content": content}]
+    elif name == "gen_ai.content.prompt":
+        genai["prompt"] = given.get("prompt")
+    elif name == "gen_ai.client.inference.operation.details":
+        told["gen_ai"] = {**genai, **given}
+
+
+def _object(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _rows(value: Any) -> list[Any]:
+    """The objects of a list, of one in JSON, or of an object whose keys are their places."""
+    value = _parsed(value)
+    if isinstance(value, dict):
+        value = [value[key] for key in sorted(value, key=lambda key: (len(key), key))]
     return [each for each in value if isinstance(each, dict)] if isinstance(value, list) else []

@@ -34,7 +34,7 @@ from eval.progress import progress
 from eval.replay import days, generated
 from eval.replay import trace as trace_format
 from eval.replay.breakdown import Breakdown
-from eval.replay.cells import ReplayCell, TraceCell, measure
+from eval.replay.cells import ReplayCell, Sample, TraceCell, measure
 from eval.replay.eviction_queue import EVICTION_POLICIES
 from eval.replay.exact import ADMISSION_POLICIES, DEDUP_POLICIES
 from eval.replay.fused_cell import FusedCell, add_options, server_config
@@ -92,11 +92,14 @@ def main(argv: Sequence[str]) -> int:
             )
         options.block = _block(options.block, facts.num_counted - options.warm_up)
         folder = options.out or new_folder("replay")
-        unread = trace.unread if isinstance(trace, LogFile) else None
+        unread = {"unread": trace.unread} if isinstance(trace, LogFile) else {}
         spec = {**vars(options), "json": None, "html": None, "trace_sha256": facts.sha256}
-        spec["unread"] = unread
         summary = partial(summarize_timed if is_timed else summarize, spec)
-        with Run(folder, kind="replay", spec=spec, summarize=summary) as run:
+
+        def results_of(taken: Sequence[Sample]) -> dict[str, Any]:
+            return summary(taken) | unread
+
+        with Run(folder, kind="replay", spec=spec, summarize=results_of) as run:
             todo = {key: create for key, create in measured.items() if key not in run}
             with progress("replay", len(todo) * facts.num_requests) as bar:
                 for key, create in todo.items():
@@ -106,13 +109,13 @@ def main(argv: Sequence[str]) -> int:
         raise CommandError(str(error)) from None
     if told is not None:
         is_estimated = options.log is not None and options.tokenizer is None
-        known = (facts.distinct_chunks, is_estimated, unread, options.worth)
-        write_page(options.html, results, About(_source(options), told, *known))
+        about = About(_source(options), told, facts.distinct_chunks, is_estimated, options.worth)
+        write_page(options.html, results, about)
     if options.json:
         print(json.dumps(results))
     else:
         said = [*map(_text, results["tables"]), "", *results["verdict"], ""]
-        said += [*unread_text(unread), ""] if unread else []
+        said += [*unread_text(results["unread"]), ""] if unread else []
         said += [f"page: {options.html}"] if options.html else []
         print("\n".join([*said, f"record: {folder}"]))
     return 0
@@ -387,8 +390,8 @@ def _drawn(
 ) -> Survey:
     """Adds what a page shows to what is measured: breakdowns of stock and ours with the first
     limited capacity that a server could have, or none, and the mistakes."""
-    if options.days or options.ranks > 1 or options.reuse != "exact" or options.machine:
-        raise CommandError("--html goes without --days, --ranks, --reuse and --machine")
+    if options.days or options.ranks > 1 or options.reuse != "exact" or options.model_shape:
+        raise CommandError("--html goes without --days, --ranks, --reuse and --model-shape")
     cells = _cells(options, facts)
     ours = [cell for cell in cells if cell.order == "tree"]
     limited = [

@@ -16,8 +16,8 @@ from eval.replay.survey import DAY_S, Survey
 from eval.replay.trace import Logged, TraceFacts, TraceRequest
 from radix_ext import Chunk, ChunkId
 
-Change = Callable[[TraceRequest, Logged | None, int], TraceRequest]
-"""(request, what its log tells, its number) -> the request with, or without, the mistake."""
+Change = Callable[[TraceRequest, Logged, int], dict[str, Any]]
+"""(request, what its log tells, its number) -> fields with, or without, the mistake."""
 
 
 Kind = Literal["made", "needless", "kept", "put_in"]
@@ -51,17 +51,24 @@ def mistakes_of(told: Survey) -> tuple[list[Mistake], list[str]]:
     heads = f"All that differs before the chunks: {len(told.heads):,} heads"
     time, label = "times, dates, numbers or ids before the chunks", "ranks or scores in passages"
     second, salt = "The time, to the second, in the system prompt", "A cache_salt for each request"
+    salts, user = f"{len(told.salts):,} tenants kept apart", "The user's name in the system prompt"
     listed: list[tuple[bool, str, str, Change, Kind]] = [
         (True, "text", "Passages in the text of a message", _in_text, in_text),
         (has_times, "times", time.capitalize(), _no_times, "needless"),
         (has_labels, "labels", label.capitalize(), _no_labels, "needless"),
-        (has_times and has_labels, "both", f"Both: {time}, {label}", _neither, "needless"),
-        (has_salts, "salts", f"{len(told.salts):,} tenants kept apart", _no_salt, "kept"),
-        (has_heads, "heads", heads, _no_head, "kept"),
+        (
+            has_times and has_labels,
+            "both",
+            f"{time.capitalize()}, and {label}",
+            _neither,
+            "needless",
+        ),
+        (has_salts, "salts", salts, lambda _, log, n: {"head": log.front}, "kept"),
+        (has_heads, "heads", heads, lambda _, log, n: {"head": log.model}, "kept"),
         (not has_times, "second", f"{second} or a tool", _second, "put_in"),
         (has_days and not has_times, "date", "The date in the system prompt", _date, "put_in"),
-        (has_users, "user", "The user's name in the system prompt", _user, "put_in"),
-        (not has_salts, "salt", salt, _each, "put_in"),
+        (has_users, "user", user, lambda each, log, n: _behind(each, log.user), "put_in"),
+        (not has_salts, "salt", salt, lambda each, log, n: _behind(each, n), "put_in"),
         (not has_labels, "rank", "The rank in a passage's text", _rank, "put_in"),
         (has_scores, "score", "The score in a passage's text", _score, "put_in"),
     ]
@@ -83,7 +90,9 @@ class MistakeCell:
         self._cell = ReplayCell(cell, facts, warm_up=warm_up)
 
     def step(self, request: TraceRequest) -> None:
-        self._cell.step(self._mistake.change(request, request.logged, self._number))
+        logged = request.logged or Logged("", "", request.chunks)
+        changed = self._mistake.change(request, logged, self._number)
+        self._cell.step(request._replace(**changed))
         self._number += 1
 
     @property
@@ -98,62 +107,44 @@ class MistakeCell:
 # Private, in order of use
 
 
-def _in_text(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
+def _in_text(request: TraceRequest, logged: Logged, number: int) -> dict[str, Any]:
     # a later turn follows its history, whatever stands between that and its passages
-    if logged is None or logged.text_front is None or request.conversation is not None:
-        return request
-    return request._replace(head=logged.head(logged.text_front))
+    is_known = logged.text_front is not None and request.conversation is None
+    return {"head": logged.head(logged.text_front)} if is_known else {}
 
 
-def _no_times(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
-    return request._replace(head=logged.head(logged.plain_front)) if logged else request
+def _no_times(request: TraceRequest, logged: Logged, number: int) -> dict[str, Any]:
+    return {"head": logged.head(logged.plain_front)}
 
 
-def _no_labels(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
-    return request._replace(chunks=logged.plain_chunks) if logged else request
+def _no_labels(request: TraceRequest, logged: Logged, number: int) -> dict[str, Any]:
+    return {"chunks": logged.plain_chunks}
 
 
-def _neither(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
-    return _no_times(_no_labels(request, logged, number), logged, number)
+def _neither(request: TraceRequest, logged: Logged, number: int) -> dict[str, Any]:
+    return _no_times(request, logged, number) | _no_labels(request, logged, number)
 
 
-def _no_salt(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
-    return request._replace(head=logged.front) if logged else request
-
-
-def _no_head(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
-    return request._replace(head=logged.model if logged else None)
-
-
-def _second(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
+def _second(request: TraceRequest, logged: Logged, number: int) -> dict[str, Any]:
     # without times each request has a second of its own
     return _behind(request, number if request.timestamp is None else int(request.timestamp))
 
 
-def _date(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
+def _date(request: TraceRequest, logged: Logged, number: int) -> dict[str, Any]:
     return _behind(request, int((request.timestamp or 0) // DAY_S))
 
 
-def _user(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
-    return _behind(request, logged and logged.user)
+def _rank(request: TraceRequest, logged: Logged, number: int) -> dict[str, Any]:
+    return {"chunks": tuple(_other(chunk, rank) for rank, chunk in enumerate(request.chunks))}
 
 
-def _each(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
-    return _behind(request, number)
-
-
-def _rank(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
-    return request._replace(chunks=tuple(map(_other, request.chunks, range(len(request.chunks)))))
-
-
-def _score(request: TraceRequest, logged: Logged | None, number: int) -> TraceRequest:
+def _score(request: TraceRequest, logged: Logged, number: int) -> dict[str, Any]:
     """One belongs to a chunk and a question."""
-    question = logged and logged.question
-    return request._replace(chunks=tuple(_other(chunk, question) for chunk in request.chunks))
+    return {"chunks": tuple(_other(chunk, logged.question) for chunk in request.chunks)}
 
 
-def _behind(request: TraceRequest, text: object) -> TraceRequest:
-    return request._replace(head=f"{request.head}\0{text}")
+def _behind(request: TraceRequest, text: object) -> dict[str, Any]:
+    return {"head": f"{request.head}\0{text}"}
 
 
 def _other(chunk: Chunk, text: object) -> Chunk:

@@ -12,19 +12,15 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.errors import CommandError
+from eval.logs.log_file import histories_text
 from eval.replay.drawing import Bar, Point, axis, lines, row
 from eval.replay.mistakes import mistakes_of
 from eval.replay.survey import DAY_S, HOUR_S, Survey
-from eval.replay.verdict import answer, capacity_name, replay_name
+from eval.replay.verdict import MIN_REQUESTS, answer, capacity_name, replay_name
 
 Results = Mapping[str, Any]
 EPOCH_S = 1e8
 """Smaller times count from a trace's own beginning."""
-LEAVE_OUT = {
-    "times": "times, dates, numbers and ids before the chunks",
-    "labels": "ranks and scores in passages' texts",
-    "both": "times, dates, numbers and ids before the chunks, and ranks and scores in their texts",
-}
 STYLE = """
 :root{--paper:#fff;--ink:#1b1f24;--soft:#5b6470;--line:#d5d9de;--band:#f3f5f7;
 --ours:#0b6bcb;--stock:#b4560a;--lost:#edb9b0}
@@ -59,14 +55,13 @@ td{padding:.2rem .6rem .2rem 0;border-bottom:1px solid var(--line);white-space:n
 class About(NamedTuple):
     """What the results do not have.
 
-    `source` is the trace's name; `are_estimated`: its tokens; `unread`: a log's (`LogFile`).
+    `source` is the trace's name; `are_estimated`: its tokens.
     """
 
     source: str
     told: Survey
     num_chunks: int
     are_estimated: bool
-    unread: Mapping[str, Any] | None
     worth: float
 
 
@@ -96,6 +91,7 @@ class _Page:
     def __init__(self, results: Results, about: About) -> None:
         self._results, self._about, self._told = results, about, about.told
         self._stock, self._ours = results["page"]["replays"]
+        self._unread = results.get("unread")
         self._mistakes = results["page"]["mistakes"]
         self._unit = self._ours["unit"]
         self._what = "chunk tokens" if self._unit == "tokens" else "chunks"
@@ -114,6 +110,9 @@ class _Page:
         notes = [f"Leave out {cure[1]}: {cure[0]:.1%} would be found."] if cure else []
         if not self._results["overlap_by_k"][0]["heads"]["headed"]:
             notes.append("Assumed: the same system prompt before all chunks.")
+        notes += histories_text(self._unread) if self._unread else []
+        if contrast["n"] < MIN_REQUESTS:
+            notes.append(f"A verdict needs {MIN_REQUESTS} requests.")
         if self._about.are_estimated and self._unit == "tokens":
             notes.append("Tokens are estimated as a quarter of the bytes; --tokenizer counts them.")
         is_dated = told.has_times and told.first_s > EPOCH_S
@@ -211,7 +210,7 @@ class _Page:
         table = self._results["tables"][0]["rows"]
         rows = [[*table[0]], *([*each.values()] for each in table)]
         cells = "</tr><tr>".join("".join(f"<td>{escape(e)}</td>" for e in line) for line in rows)
-        unread, told = self._about.unread, ""
+        unread, told = self._unread, ""
         if unread and unread["reasons"]:
             named = [f"line {number}: {reason}" for number, reason in unread["named"]]
             count = sum(unread["reasons"].values())
@@ -244,7 +243,7 @@ class _Page:
     def _cure(self) -> tuple[float, str] | None:
         """What the application should leave out, with what is then found, if that is worth it."""
         cures = [
-            (_share(one["saved"], one["total"]), LEAVE_OUT[one["mistake"]])
+            (_share(one["saved"], one["total"]), one["says"][0].lower() + one["says"][1:])
             for one in self._mistakes
             if one["kind"] == "needless"
         ]
@@ -268,7 +267,7 @@ class _Page:
     def _at(self, slot: int) -> str:
         told = self._told
         if not told.has_times:
-            return f"{slot * told.slot:,.0f}"
+            return f"{slot * told.slot:,.0f} requests"
         if told.first_s < EPOCH_S:
             return _span(slot * told.slot)
         at = told.first_s + slot * told.slot

@@ -56,7 +56,7 @@ def costs(results: Row) -> dict[str, tuple[float, bool]]:
 
 def test_figures_are_the_replays(tmp_path: Path) -> None:
     """The page's shares, its parts' sums, and those of the same requests in a trace of ids."""
-    rows = calls(200)
+    rows = calls(120)
     page, results = draw(tmp_path, rows, r"--separator \n\n --capacity-tokens 200")
     ours = next(
         c for c in results["cells"] if c["cell"]["order"] == "tree" and c["cell"]["eviction"]
@@ -104,13 +104,13 @@ def test_mistakes_that_are_put_in(tmp_path: Path) -> None:
 
 def test_mistakes_of_the_log(tmp_path: Path) -> None:
     """A clock in the system prompt and ranks in the texts hide all reuse; the page says so."""
-    rows = calls(300, system="It is 10:{0}.", label="[{0}] ")
+    rows = calls(150, system="It is 10:{0}.", label="[{0}] ")
     page, results = draw(tmp_path, rows, r"--separator \n\n")
     found = costs(results)
     assert (found["text"], found["times"][1], found["labels"]) == ((0, True), True, (0, True))
     assert 0 < found["times"][0] < found["both"][0]
     assert "Not worth it as the log is." in words(page)
-    assert f"ranks and scores in their texts: {found['both'][0]:.1%} would be found." in words(page)
+    assert f"ranks or scores in passages: {found['both'][0]:.1%} would be found." in words(page)
 
 
 def test_no_text_of_the_log_is_in_the_page(tmp_path: Path) -> None:
@@ -137,14 +137,14 @@ def test_no_text_of_the_log_is_in_the_page(tmp_path: Path) -> None:
 
 def test_page_is_small_whatever_the_log(tmp_path: Path) -> None:
     """It has a bounded number of slots, heads and lines."""
-    rows: list[Any] = calls(900)
+    rows: list[Any] = calls(400)
     for at, row in enumerate(rows):
         row |= {"model": f"{at:<40}<", "user": f"u{at}"}
     page, results = draw(tmp_path, rows + ["{"] * 500, r"--separator \n\n")
     assert len(page.encode()) < MAX_BYTES / 4
     ours = results["page"]["replays"][1]
     assert len(ours["heads"]) == MAX_HEADS + 1
-    assert ours["heads"][-1][0] == f"{900 - MAX_HEADS:,} others together"
+    assert ours["heads"][-1][0] == f"{400 - MAX_HEADS:,} others together"
     assert len(re.findall("<li>", page)) == 21
     for loaded in ("http", "src=", "href=", "url(", "@import", "<script"):
         assert loaded not in page

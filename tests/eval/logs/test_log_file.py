@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -126,7 +128,7 @@ def test_every_format_is_the_same_trace(tmp_path: Path, name: str) -> None:
     assert {chunk.num_tokens for each in found for chunk in each.chunks} == {
         len(text) // 4 for text in TEXTS.values()
     }
-    assert read.unread["reasons"] == {}
+    assert (read.unread["reasons"], read.unread["histories"]) == ({}, 0)
     times = [each.timestamp for each in found]
     assert times == [None] * 3 or times == sorted(t for t in times if t is not None)
 
@@ -157,6 +159,14 @@ def test_lines_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         LogFile(log, Passages())
 
 
+def test_histories_without_an_id_are_counted(tmp_path: Path) -> None:
+    """Our server needs one; their chunks are behind another text each time."""
+    told = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    rows = [{"messages": told + messages(CALLS[0]), **each} for each in ({}, {"session_id": "s"})]
+    read = LogFile(write(tmp_path / "log.jsonl", rows), Passages(Splitter(r"\n\n", None)))
+    assert unread_text(read.unread)[1].startswith("1 of 2 requests have a conversation's history")
+
+
 def test_spans_without_texts_have_ids_alone(tmp_path: Path) -> None:
     """OpenTelemetry's documents need no more than an id; a reranker's are those of the prompt; a
     call before the retrieval has none."""
@@ -174,6 +184,24 @@ def test_spans_without_texts_have_ids_alone(tmp_path: Path) -> None:
     assert [[c.id for c in each.chunks] for each in read] == [["y", "x"], ["x", "y", "z"]]
     assert not any(each.has_lengths for each in read)
     assert read.unread["named"] == [(1, "no passages in this call")]
+
+
+def test_odd_values_end_no_replay(tmp_path: Path) -> None:
+    """Whatever stands where something else should: at worst the line is named."""
+    rng, odd = random.Random(0), [None, 1, True, "", "x", [], {}, ["a"], {"text": {"text": [1]}}]
+    rows = [row for form in FORMATS.values() for row in form(0)]
+    broken = []
+    for _ in range(600):
+        row = place = copy.deepcopy(rng.choice(rows))
+        while True:
+            key: Any = rng.choice([*(place if isinstance(place, dict) else range(len(place)))])
+            if not isinstance(place[key], dict | list) or not place[key] or rng.random() < 0.2:
+                break
+            place = place[key]
+        place[key] = rng.choice(odd)
+        broken.append(row)
+    read = LogFile(write(tmp_path / "log.jsonl", broken), Passages(Splitter(r"\n\n", None)))
+    assert len(read) > 100
 
 
 @pytest.mark.parametrize(
