@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from eval.logs.call import Call, Document, Message, UnreadError, seconds_of, text_of
@@ -23,47 +24,26 @@ MODEL_CALLS = ("chat", "text_completion", "generate_content", "LLM")
 KINDS = ("gen_ai.operation.name", "openinference.span.kind")
 TOOLS = ("gen_ai.tool.definitions", "llm.tools")
 MODELS = ("gen_ai.request.model", "llm.model_name")
-_TRACELOOP = "traceloop.association.properties"
-CONVERSATIONS = ("gen_ai.conversation.id", "session.id", f"{_TRACELOOP}.session_id")
-USERS = ("user.id", "enduser.id", f"{_TRACELOOP}.user_id")
+TRACELOOP = "traceloop"
+_OWN = f"{TRACELOOP}.association.properties"
+CONVERSATIONS = ("gen_ai.conversation.id", "session.id", f"{_OWN}.session_id", f"{_OWN}.thread_id")
+USERS = ("user.id", "enduser.id", f"{_OWN}.user_id")
+IDS = (("traceId", "trace_id"), ("spanId", "span_id"), ("parentSpanId", "parent_id"))
+"""OTLP's name, an SDK's."""
 
 
 class Span(NamedTuple):
-    """`start`: seconds since 1970. `told`: attributes as a tree, keys parted at dots. `line`: of
-    the file."""
+    """`start`: seconds since 1970. `documents`: retrieved, or kept by a reranker. `call`: None: it
+    is of no model. `line`: of the file."""
 
     trace: str
     id: str
     parent: str
     start: float
-    told: dict[str, Any]
+    documents: tuple[Document, ...]
+    is_reranked: bool
+    call: Call | None
     line: int
-
-    @property
-    def documents(self) -> list[Document]:
-        """Retrieved, or kept by a reranker."""
-        found = []
-        for each in _rows(self.get(*RERANKED, *DOCUMENTS)):
-            row = _object(each.get("document")) or each
-            text, name = text_of(row.get("content") or row.get("text")), row.get("id")
-            if text.strip() or name is not None:
-                found.append(Document(str(name or ""), text if text.strip() else None))
-        return found
-
-    @property
-    def is_model_call(self) -> bool:
-        kind = self.get(*KINDS)
-        return self.get(*MESSAGES) is not None if kind is None else kind in MODEL_CALLS
-
-    def get(self, *names: str) -> Any:
-        """The first of these that there is; None: there is none."""
-        for name in names:
-            value: Any = self.told
-            for part in name.split("."):
-                value = value.get(part) if isinstance(value, dict) else None
-            if value is not None:
-                return value
-        return None
 
 
 def is_spans(row: Row) -> bool:
@@ -88,20 +68,17 @@ def spans_of(row: Row, line: int) -> Iterator[Span]:
     for each in listed:
         context = _object(each.get("context"))
         trace, name, parent = (
-            str(each.get(otlp) or context.get(sdk) or each.get(sdk) or "")
-            for otlp, sdk in (
-                ("traceId", "trace_id"),
-                ("spanId", "span_id"),
-                ("parentSpanId", "parent_id"),
-            )
+            str(each.get(otlp) or context.get(sdk) or each.get(sdk) or "") for otlp, sdk in IDS
         )
         start = seconds_of(each.get("startTimeUnixNano") or each.get("start_time")) or 0.0
         told = _tree(_attributes(each.get("attributes")))
         for event in _rows(each.get("events")):
             _add_event(told, str(event.get("name")), _tree(_attributes(event.get("attributes"))))
-        span = Span(trace or f"{name} of {line}", name, parent, start, told, line)
-        if span.documents or span.is_model_call:
-            yield span
+        documents, call = _documents(told), _call(told, start) if _is_model_call(told) else None
+        if documents or call:
+            is_reranked = _get(told, *RERANKED) is not None
+            trace = trace or f"{name} of {line}"
+            yield Span(trace, name, parent, start, documents, is_reranked, call, line)
 
 
 def calls_of(spans: Iterable[Span]) -> Iterator[tuple[Call, int]]:
@@ -116,46 +93,74 @@ def calls_of(spans: Iterable[Span]) -> Iterator[tuple[Call, int]]:
 # Private, in order of use
 
 
-def _calls_of_trace(trace: list[Span]) -> Iterator[tuple[Call, int]]:
-    retrieving = {span.id for span in trace if span.documents}
-    asking = {span.id for span in trace if span.is_model_call}
-    # a framework's span around the client's is the same call
-    asking -= {span.parent for span in trace if span.id in asking}
-    found: list[Document] = []
-    is_new = True
-    for span in trace:
-        if span.id in retrieving and span.parent not in retrieving:
-            is_new = is_new or span.get(*RERANKED) is not None
-            found, is_new = [*([] if is_new else found), *span.documents], False
-        if span.id in asking:
-            yield _call(span, tuple(found)), span.line
-            is_new = True
-    if not asking and found:
-        yield _call(trace[0], tuple(found)), trace[0].line
+def _documents(told: Row) -> tuple[Document, ...]:
+    listed, found = _get(told, *RERANKED, *DOCUMENTS), []
+    if listed is None:  # OpenLLMetry's spans have a retriever's output as it is
+        listed = _object(_parsed(_get(told, f"{TRACELOOP}.entity.output"))).get("documents")
+    for each in _rows(listed):
+        row = _object(each.get("document")) or each
+        text = text_of(row.get("content") or row.get("text") or row.get("page_content"))
+        if text.strip() or row.get("id") is not None:
+            name = "" if row.get("id") is None else str(row["id"])
+            found.append(Document(name, text if text.strip() else None))
+    return tuple(found)
 
 
-def _call(span: Span, documents: tuple[Document, ...]) -> Call:
-    system = text_of(_parsed(span.get("gen_ai.system_instructions")))
+def _is_model_call(told: Row) -> bool:
+    kind = _get(told, *KINDS)
+    return _get(told, *MESSAGES) is not None if kind is None else kind in MODEL_CALLS
+
+
+def _call(told: Row, start: float) -> Call:
+    system = text_of(_parsed(_get(told, "gen_ai.system_instructions")))
     messages = [Message("system", system)] if system else []
-    for each in _rows(span.get(*MESSAGES)) if span.is_model_call else ():
+    for each in _rows(_get(told, *MESSAGES)):
         row = _object(each.get("message")) or each
         contents = [part.get("message_content") for part in _rows(row.get("contents"))]
         text = text_of(row.get("content") or row.get("parts") or contents)
         messages.append(Message(str(row.get("role") or "user"), text))
-    tools, model = _parsed(span.get(*TOOLS)), span.get(*MODELS)
+    tools, model = _parsed(_get(told, *TOOLS)), _get(told, *MODELS)
     conversation, user = (
-        None if (value := span.get(*names)) is None else str(value)
+        None if (value := _get(told, *names)) is None else str(value)
         for names in (CONVERSATIONS, USERS)
     )
     return Call(
         tuple(messages),
-        documents,
         model=str(model or ""),
         tools=json.dumps(tools, sort_keys=True) if tools else "",
-        timestamp=span.start or None,
+        timestamp=start or None,
         conversation=conversation,
         user=user,
     )
+
+
+def _get(told: Row, *names: str) -> Any:
+    """The first of these attributes that there is; None: there is none."""
+    for name in names:
+        value: Any = told
+        for part in name.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if value is not None:
+            return value
+    return None
+
+
+def _calls_of_trace(trace: list[Span]) -> Iterator[tuple[Call, int]]:
+    retrieving = {span.id for span in trace if span.documents}
+    asking = {span.id for span in trace if span.call}
+    # a framework's span around the client's is the same call
+    asking -= {span.parent for span in trace if span.id in asking}
+    found: tuple[Document, ...] = ()
+    is_new = True
+    for span in trace:
+        if span.documents and span.parent not in retrieving:
+            found = span.documents if is_new or span.is_reranked else found + span.documents
+            is_new = False
+        if span.call and span.id in asking:
+            yield replace(span.call, documents=found), span.line
+            is_new = True
+    if not asking and found:
+        yield Call(documents=found, timestamp=trace[0].start or None), trace[0].line
 
 
 def _attributes(given: Any) -> Iterator[tuple[str, Any]]:

@@ -93,7 +93,8 @@ def main(argv: Sequence[str]) -> int:
         options.block = _block(options.block, facts.num_counted - options.warm_up)
         folder = options.out or new_folder("replay")
         unread = {"unread": trace.unread} if isinstance(trace, LogFile) else {}
-        spec = {**vars(options), "json": None, "html": None, "trace_sha256": facts.sha256}
+        spec = {**vars(options), "json": None, "html": bool(options.html) or None}
+        spec["trace_sha256"] = facts.sha256
         summary = partial(summarize_timed if is_timed else summarize, spec)
 
         def results_of(taken: Sequence[Sample]) -> dict[str, Any]:
@@ -168,7 +169,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--separator", metavar="REGEX", help=text)
     text = "the texts before and after all passages of a message, regular expressions"
     add("--between", nargs=2, metavar="REGEX", help=text)
-    text = f"tokenizer.json, or a model's name; default: {BYTES_PER_TOKEN} bytes are a token"
+    text = f"words, a tokenizer.json, a model's name; default: {BYTES_PER_TOKEN} bytes are a token"
     add("--tokenizer", help=f"counts the tokens of --log: {text}")
     add("--html", type=Path, help="draw the results as a page in this file")
     add("--seed", type=int, default=0, help="of made requests; default: %(default)s")
@@ -293,15 +294,12 @@ def _trace(options: argparse.Namespace) -> Trace:
 def _log(options: argparse.Namespace) -> LogFile:
     if options.between and not options.separator:
         raise CommandError("--between requires --separator")
-    num_tokens = None
-    if options.tokenizer is not None:
-        try:
-            offsets = load_tokens(options.tokenizer).offsets
-        except RetrievalError as error:
-            raise CommandError(str(error)) from None
-        num_tokens = lambda text: len(offsets(text))  # noqa: E731
     splitter = Splitter(options.separator, options.between) if options.separator else None
-    passages = Passages(splitter, num_tokens)
+    try:
+        tokens = load_tokens(options.tokenizer) if options.tokenizer else None
+    except RetrievalError as error:
+        raise CommandError(str(error)) from None
+    passages = Passages(splitter, tokens and (lambda text: len(tokens.offsets(text))))
     return LogFile(options.log, passages, max_requests=options.max_requests)
 
 

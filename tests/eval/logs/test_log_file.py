@@ -87,6 +87,13 @@ def events(at: int) -> list[Row]:
     return [{"context": context, "start_time": START_S + at, "attributes": told, "events": said}]
 
 
+def openllmetry(at: int) -> list[Row]:
+    found = {"documents": [{"page_content": TEXTS[name]} for name in CALLS[at]]}
+    kept = {"traceloop.entity.output": json.dumps(found)}
+    said = {"gen_ai.request.model": "m", **flat("gen_ai.prompt", messages(CALLS[at], at))}
+    return [otlp([span(at, "a", START_S + at - 1, kept), span(at, "b", START_S + at, said)])]
+
+
 FORMATS: dict[str, Callable[[int], list[Row]]] = {
     "openai": lambda at: [request(at)],
     "gateway": lambda at: [{"ts": START_S + at, "request": {"body": json.dumps(request(at))}}],
@@ -99,18 +106,7 @@ FORMATS: dict[str, Callable[[int], list[Row]]] = {
     "openinference": openinference,
     "genai": lambda at: genai(at, as_json=False),
     "genai-json": lambda at: genai(at, as_json=True),
-    "openllmetry": lambda at: [
-        otlp(
-            [
-                span(
-                    at,
-                    "b",
-                    START_S + at,
-                    {"gen_ai.request.model": "m", **flat("gen_ai.prompt", messages(CALLS[at], at))},
-                )
-            ]
-        )
-    ],
+    "openllmetry": openllmetry,
     "events": events,
 }
 
