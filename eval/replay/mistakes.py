@@ -45,26 +45,24 @@ def mistakes_of(told: Survey) -> tuple[list[Mistake], list[str]]:
     has_labels = len(told.plain_chunks) < len(told.chunks)
     has_salts, has_users = len(told.salts) > 1, len(told.users - {None}) > 1
     has_days = told.has_times and told.last_s // DAY_S > told.first_s // DAY_S
-    has_heads = len(told.heads) > max(1, len(told.models))
+    num_heads = len(told.fronts or told.heads)
+    has_heads = num_heads > max(1, len(told.models))
     has_scores = told.has_questions and not has_labels
     in_text: Kind = "made" if told.num_in_text else "put_in"
-    heads = f"All that differs before the chunks: {len(told.heads):,} heads"
+    heads = f"All that differs before the chunks: {num_heads:,} heads"
     time, label = "times, dates, numbers or ids before the chunks", "ranks or scores in passages"
     second, salt = "The time, to the second, in the system prompt", "A cache_salt for each request"
-    salts, user = f"{len(told.salts):,} tenants kept apart", "The user's name in the system prompt"
+    user, both = "The user's name in the system prompt", f"{time.capitalize()}, and {label}"
+    of_each = 2 * len(told.salts) > told.num_requests
+    salts = salt if of_each else f"{len(told.salts):,} tenants kept apart"
+    of_salts: Kind = "needless" if of_each else "kept"
     listed: list[tuple[bool, str, str, Change, Kind]] = [
         (True, "text", "Passages in the text of a message", _in_text, in_text),
         (has_times, "times", time.capitalize(), _no_times, "needless"),
         (has_labels, "labels", label.capitalize(), _no_labels, "needless"),
-        (
-            has_times and has_labels,
-            "both",
-            f"{time.capitalize()}, and {label}",
-            _neither,
-            "needless",
-        ),
-        (has_salts, "salts", salts, lambda _, log, n: {"head": log.front}, "kept"),
-        (has_heads, "heads", heads, lambda _, log, n: {"head": log.model}, "kept"),
+        (has_times and has_labels, "both", both, _neither, "needless"),
+        (has_salts, "salts", salts, lambda _, log, n: {"head": log.front}, of_salts),
+        (has_heads, "heads", heads, lambda _, log, n: {"head": log.head(log.model)}, "kept"),
         (not has_times, "second", f"{second} or a tool", _second, "put_in"),
         (has_days and not has_times, "date", "The date in the system prompt", _date, "put_in"),
         (has_users, "user", user, lambda each, log, n: _behind(each, log.user), "put_in"),

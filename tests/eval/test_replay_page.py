@@ -113,6 +113,19 @@ def test_mistakes_of_the_log(tmp_path: Path) -> None:
     assert f"ranks or scores in passages: {found['both'][0]:.1%} would be found." in words(page)
 
 
+def test_tenants_are_no_mistake_unless_each_request_has_one(tmp_path: Path) -> None:
+    rows = calls(100, sets=1)
+    for at, row in enumerate(rows):
+        row["cache_salt"] = str(at % 2)
+    page, results = draw(tmp_path, rows, r"--separator \n\n")
+    assert "2 tenants kept apart" in page
+    assert "Leave out" not in page
+    for at, row in enumerate(rows):
+        row["cache_salt"] = str(at)
+    page, results = draw(tmp_path, rows, r"--separator \n\n")
+    assert f"Leave out a cache_salt for each request: {costs(results)['salts'][0]:.1%}" in page
+
+
 def test_no_text_of_the_log_is_in_the_page(tmp_path: Path) -> None:
     """Names are escaped; texts, users and tenants are not there at all."""
     rows = calls(120, system="<script>alert('secret')</script>")
