@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from langchain_core.callbacks import (
     AsyncCallbackManagerForLLMRun,
     AsyncCallbackManagerForRetrieverRun,
+    BaseCallbackHandler,
     CallbackManagerForLLMRun,
     CallbackManagerForRetrieverRun,
 )
@@ -39,6 +41,7 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import Field, SecretStr
 
+from sglang_chunkcache.integrations.call_log import CallLog
 from sglang_chunkcache.integrations.server import (
     CHAT,
     DEFAULT_URL,
@@ -225,6 +228,30 @@ class ChunkCacheRetriever(BaseRetriever):
 
     def _body(self, query: str) -> dict[str, Any]:
         return {"query": query, "k": self.k, **({"mode": self.mode} if self.mode else {})}
+
+
+class CallLogHandler(BaseCallbackHandler):
+    """Writes what `python -m eval replay --log` reads, of whatever models and retrievers:
+    `chain.invoke(..., config={"callbacks": [CallLogHandler("calls.jsonl")]})`."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._log = CallLog(path)
+
+    def on_retriever_end(self, documents: Sequence[Document], **_: Any) -> None:
+        self._log.retrieved((each.id, each.page_content) for each in documents)
+
+    def on_chat_model_start(
+        self, serialized: dict[str, Any], messages: list[list[BaseMessage]], **told: Any
+    ) -> None:
+        given = told.get("invocation_params") or {}
+        fields = {name: given.get(name) for name in ("model", "tools")}
+        for each in messages:
+            said = convert_to_openai_messages(each)
+            self._log.asked(said, metadata=told.get("metadata"), **fields)
+
+    def on_llm_start(self, serialized: dict[str, Any], prompts: list[str], **_: Any) -> None:
+        for each in prompts:
+            self._log.asked([{"role": "user", "content": each}])
 
 
 def with_documents(
