@@ -35,7 +35,8 @@ class Bucket:
     hit: int = 0
     fates: dict[str, int] = field(default_factory=dict)
     ttft_ms: dict[str, array[float]] = field(default_factory=dict)
-    """`exact` and `moved`: of requests that stream, as others have no first token of their own."""
+    """`exact` and `moved`: of requests that stream, as others have no first token of their own.
+    Of a bucket that is over their median alone."""
 
 
 class History:
@@ -54,6 +55,8 @@ class History:
             return
         index = int(now // BUCKET_S)
         if not self._buckets or self._buckets[-1].index != index:
+            for times in self._buckets[-1].ttft_ms.values() if self._buckets else ():
+                times[:] = array("d", [median(times)])
             self._buckets.append(Bucket(index))
         bucket, fates = self._buckets[-1], rag.fates()
         bucket.requests += 1

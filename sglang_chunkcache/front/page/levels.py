@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from itertools import islice
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from radix_ext import ChainId, ChainNode, ChunkPrefixTree
 
@@ -46,11 +47,13 @@ class Levels:
             if node is None:
                 return None
             nodes = node.child_nodes()
-        behind = self._behind
-        largest = sorted(
-            nodes, key=lambda each: -each.num_tokens - behind.get(each.chain, NOTHING)[1]
-        )
-        shown = [self._shown(each, labels) for each in islice(largest, offset, offset + MAX_NODES)]
+        sizes = []
+        async for node in _sliced(nodes):
+            sizes.append(node.num_tokens + self._behind.get(node.chain, NOTHING)[1])
+        largest = np.argsort(-np.array(sizes, dtype=np.int64), kind="stable")
+        page = largest[offset : offset + MAX_NODES].tolist()
+        await asyncio.sleep(0)
+        shown = [self._shown(nodes[i], labels) for i in page]
         return {"num_children": len(nodes), "offset": offset, "children": shown}
 
     async def _sum(self) -> None:
@@ -60,9 +63,7 @@ class Levels:
                 return
             behind: dict[ChainId, tuple[int, int]] = {}
             # a parent was made before its children
-            for index, node in enumerate(reversed(list(self._tree.nodes.by_chain.values()))):
-                if index % SLICE == SLICE - 1:
-                    await asyncio.sleep(0)
+            async for node in _sliced([*self._tree.nodes.by_chain.values()][::-1]):
                 if node.parent is not None:
                     nodes, tokens = behind.get(node.chain, NOTHING)
                     others = behind.get(node.parent.chain, NOTHING)
@@ -88,3 +89,10 @@ class Levels:
             "tokens_behind": num_tokens,
             "held": {str(rank): tier.name.lower() for rank, tier in node.held_by()},
         }
+
+
+async def _sliced(nodes: Sequence[ChainNode]) -> AsyncIterator[ChainNode]:
+    for index, node in enumerate(nodes):
+        if index % SLICE == SLICE - 1:
+            await asyncio.sleep(0)
+        yield node
