@@ -39,12 +39,19 @@ class Reason(StrEnum):
     PASS_FULL = "pass_full"
 
 
+COUNTERS = {
+    "waits": (
+        "waits",
+        "waits of requests that could have been admitted, by reason: loads, no_room, pass_full",
+    )
+}
+
+
 class WaitMetrics(RankMetrics):
     """Of `WaitingLine.waits`, for Prometheus."""
 
     def __init__(self) -> None:
-        text = "waits of requests that could have been admitted, by what they waited for"
-        super().__init__("chunkcache:", {}, {"waits": ("waits", text)})
+        super().__init__("chunkcache:", {}, COUNTERS)
 
 
 @dataclass(eq=False)
