@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,6 @@ from sglang_chunkcache.front.engine import Engine
 from sglang_chunkcache.front.request import Identity, Passage
 from sglang_chunkcache.front.request_log import log_refusal
 from tests.kit.front_bench import Asked, Bench, make_output
-from tests.sglang_chunkcache.front.test_engine import make_request
 
 LOGGER = "sglang_chunkcache.front.request_log"
 FOUND = {"query": "QUERY", "mode": "bm25", "k": 2, "batch": 1, "ms": {"bm25": 0.5}}
@@ -51,10 +51,10 @@ def serve(headers: dict[str, str] | None = None, *, stream: bool = True) -> tupl
     new, old = Passage("LABEL new", "TEXT one"), Passage("LABEL old", "TEXT")
     bench.run("TEXT?", old, who=who)
     planned = bench.plan("TEXT?", new, old, who=who, to="CONVERSATION", retrieval=FOUND)
-    asked, request = Asked(planned), make_request()
+    asked, request = Asked(planned), SimpleNamespace(headers=headers or {})
     for step in ("read", "retrieve", "draft", "plan"):
         planned.draft.options.timeline.ended(step)
-    manager, request.headers = Manager(bench, asked), headers or {}
+    manager = Manager(bench, asked)
     obj = GenerateReqInput(input_ids=planned.input_ids, sampling_params={}, stream=stream)
 
     async def collect() -> None:
