@@ -15,11 +15,14 @@ from typing import Any
 
 from fastapi import Request
 from sglang.srt.managers.io_struct import GenerateReqInput, GetInternalStateReq
+from sglang.srt.observability.trace import get_global_tracing_enabled
 
 from sglang_chunkcache.errors import ChunkCacheError, RequestError
 from sglang_chunkcache.front.audit import Auditor, Check
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
 from sglang_chunkcache.front.request import Planned, RagRequest
+from sglang_chunkcache.front.request_log import is_logged, log_request
+from sglang_chunkcache.front.tracing import traced
 from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.report import Explanation
 from sglang_chunkcache.wire.spans import RequestSpans
@@ -67,8 +70,12 @@ class Engine:
         request that does not stream are handed out when it is over, since SGLang reads only the
         first."""
         incremental = bool(obj.stream and self._manager.incremental_streaming_output)
-        whole = []
+        rag.streams, whole = bool(obj.stream), []
         with self._bookkeeper.begin(rag), ExitStack() as over:
+            if get_global_tracing_enabled():
+                over.enter_context(traced(rag, obj, raw_request))
+            if is_logged():
+                over.callback(log_request, rag, obj)
             listener = self.auditor.listen(rag, obj)
             if listener is not None:
                 # A request that is given up is over, too.

@@ -33,7 +33,14 @@ from sglang_chunkcache.front.prompt import (
     begun_answer,
     turn_start,
 )
-from sglang_chunkcache.front.request import Draft, Identity, Options, Passage, Planned
+from sglang_chunkcache.front.request import (
+    Draft,
+    Identity,
+    Options,
+    Passage,
+    Planned,
+    Timeline,
+)
 from sglang_chunkcache.front.search import Retrieval
 
 MAX_TOOLS = 1000
@@ -79,7 +86,9 @@ class Intake:
 
     async def chat(self, raw_request: Request) -> tuple[ChatCompletionRequest, Planned]:
         """A chat completion over `chunks` or over what the index finds."""
-        return await self._chat(await json_object(raw_request, self._config), raw_request)
+        timeline = Timeline()
+        body = await json_object(raw_request, self._config)
+        return await self._chat(body, raw_request, timeline)
 
     async def hint(self, raw_request: Request) -> Planned:
         """A chat completion that may come: what is known of it,
@@ -105,10 +114,10 @@ class Intake:
         if isinstance(messages, list) and not is_searched and _lacks_question(body, messages):
             # else the chunks would stand in front of a question that is answered already
             body["messages"] = [*messages, UNKNOWN]
-        return (await self._chat(body, raw_request))[1]
+        return (await self._chat(body, raw_request, Timeline()))[1]
 
     async def _chat(
-        self, body: dict[str, Any], raw_request: Request
+        self, body: dict[str, Any], raw_request: Request, timeline: Timeline
     ) -> tuple[ChatCompletionRequest, Planned]:
         refuse_misspelt(
             body, ours=RagFields.model_fields, theirs=ChatCompletionRequest.model_fields
@@ -149,11 +158,13 @@ class Intake:
                 start=start,
             )
         found = None
+        timeline.ended("read")
         if fields.retrieve is not None:
             if passages:
                 raise RequestError("retrieve: not together with chunks")
             found = await self._find(fields.retrieve, searched, "retrieve.", raw_request)
             passages = found.chunks
+            timeline.ended("retrieve")
         options = Options(
             max_new_tokens=request.max_completion_tokens or request.max_tokens,
             length_field="max_completion_tokens" if request.max_completion_tokens else "max_tokens",
@@ -163,6 +174,7 @@ class Intake:
             requires_history=fields.history is not None,
             num_answers=request.n,
             retrieval=found.answer() if found else None,
+            timeline=timeline,
         )
         draft = partial(
             self._parts.drafter.chat,
@@ -199,6 +211,7 @@ class Intake:
 
     async def generate(self, raw_request: Request) -> tuple[GenerateIn, Planned]:
         """A prompt of `parts`."""
+        timeline = Timeline()
         raw = await json_object(raw_request, self._config)
         # `parse` would call `messages` no field here, and not say where the chunks belong
         for i in _taken_chunks(raw):
@@ -229,8 +242,10 @@ class Intake:
             logprob_start=body.logprob_start_len
             if body.return_logprob and body.logprob_start_len >= 0
             else None,
+            timeline=timeline,
         )
         identity = _identity(raw_request, body)
+        timeline.ended("read")
         draft = partial(self._parts.drafter.parts, parts, identity=identity, options=options)
         planned = await self._plan(raw_request, draft, parts)
         # SGLang says so only when the request runs, in a stream behind a status of 200
@@ -297,7 +312,10 @@ class Intake:
             num_chars=_num_chars(texts),
             is_gone=raw_request.is_disconnected,
         )
-        return self._parts.planner.plan(made)
+        made.options.timeline.ended("draft")
+        planned = self._parts.planner.plan(made)
+        made.options.timeline.ended("plan")
+        return planned
 
     def _openai_request(self, body: dict[str, Any]) -> ChatCompletionRequest:
         # `serve` puts the planned prompt there, and a client's would be overwritten

@@ -65,13 +65,13 @@ class History:
             bucket.hit += rag.hit_len
         for fate, num_tokens in (fates or {}).items():
             bucket.fates[fate] = bucket.fates.get(fate, 0) + num_tokens
-        if rag.ttft_s is not None:
+        if rag.first_token_s is not None:
             kind = "moved" if fates is not None and fates["relocated"] else "exact"
             times = bucket.ttft_ms.setdefault(kind, array("d"))
             if len(times) < MAX_TIMES:
-                times.append(rag.ttft_s * 1000)
+                times.append(rag.first_token_s * 1000)
         self._num += 1
-        self._recent.append({"number": self._num, "ended_s": now, **_picture(rag, now)})
+        self._recent.append({"number": self._num, "ended_s": now, **_picture(rag)})
 
     def buckets(self) -> list[dict[str, Any]]:
         """Oldest first; `t` is in seconds since 1970. Seconds without a request have no bucket."""
@@ -113,16 +113,17 @@ class History:
 _CHUNKS = ("retrieved", "prompt")
 
 
-def _picture(rag: RagRequest, now: float) -> dict[str, Any]:
+def _picture(rag: RagRequest) -> dict[str, Any]:
     """One request: what was retrieved in which order, and what the prompt has from where."""
     planned, draft = rag.planned, rag.planned.draft
+    took, first = time.perf_counter() - draft.options.timeline.came, rag.first_token_s
     return {
         "mode": "exact" if planned.fusion is None else "fused",
         "outcome": "refused" if rag.is_refused else (rag.finish_reason or "aborted"),
         "rank": planned.rank if rag.served_by is None else rag.served_by,
         "is_conversation": draft.turn is not None,
-        "ms": round((now - rag.began_s) * 1000, 1),
-        "ttft_ms": None if rag.ttft_s is None else round(rag.ttft_s * 1000, 1),
+        "ms": round(took * 1000, 1),
+        "ttft_ms": None if first is None else round(first * 1000, 1),
         "prompt_tokens": len(planned.input_ids),
         "fates": rag.fates(),
         "fallbacks": sorted(set(rag.fallbacks)),

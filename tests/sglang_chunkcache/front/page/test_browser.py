@@ -60,10 +60,12 @@ def used(num_nodes: int) -> Bench:
         moved, found = asked.spans[1], asked.spans[0].end
         sources = (Source(moved.start, moved.end, 1, "host"),)
         report = Report(found, 8, 2, 0, 0, sources, None, (), {}) if fusion else None
+        asked.streams = True
         entry = bench.ranks[0].serve(asked.custom_params, asked.input_ids, report)
         for seconds, reason in ((0.1 + i / 100, None), (4.0, "stop")):
             bench.now += seconds / 5
             bench.observe(asked, make_output([65], found, reason, 0, entry))
+        asked.answered_at = asked.options.timeline.came + 0.1 + i / 1000
         bench.end(asked)
     # behind the first answer, which tells of a rank that holds nothing
     for i in range(num_nodes):
