@@ -79,9 +79,9 @@ function chart(id, rows, labels, classes, options) {
   }
   if (!rows.length) { at(id).replaceChildren(make("p", {cls: "quiet"}, "no request yet")); delete charts[id]; return; }
   const given = {
-    labels: ["time", ...labels], colors: classes.map(color), strokeWidth: 2, drawPoints: rows.length < 30, pointSize: 2,
+    labels: ["time", ...labels], colors: classes.map(color), strokeWidth: 2, drawPoints: true, pointSize: 2,
     axisLineColor: color("line"), gridLineColor: color("line"), axisLabelFontSize: 12, includeZero: true,
-    xRangePad: 6, legend: "never", highlightCircleSize: 3, connectSeparatedPoints: true, ...options,
+    xRangePad: 6, legend: "never", highlightCircleSize: 3, ...options,
     highlightCallback: (_, x, points) => {
       const spans = [...legend.children];
       for (const point of points) {
@@ -115,7 +115,7 @@ function showCharts(live) {
   const all = filled(live.buckets, live.bucket_s), time = (each) => new Date(1000 * each.t);
   chart("fates", all.map((each) => [time(each), ...FATES.map((fate) => (each.fates[fate] || 0) / live.bucket_s)]),
     FATES.map((fate) => NAME[fate]), FATES.map((fate) => CLASS[fate]),
-    {stackedGraph: true, fillAlpha: .55, strokeWidth: 1, drawPoints: false, ylabel: "", show: (n) => `${count(n)} tokens/s`});
+    {stackedGraph: true, fillAlpha: .55, strokeWidth: 1, drawPoints: false, show: (n) => `${count(n)} tokens/s`});
   chart("shares", all.map((each) => {
     const whole = total(each.fates);
     const share = (part) => whole ? part / whole : null;
@@ -139,9 +139,9 @@ function showTiles(live) {
     ["prompt tokens found cached", percent(fates.exact, whole)],
     ["prompt tokens moved", percent(fates.relocated, whole)],
     ["prompt tokens recomputed", percent(fates.recomputed, whole)],
-    ["first token, exact", middle("exact")],
-    ["first token, moved", middle("moved")],
-  ];
+    ["first token of streams, exact", middle("exact")],
+    ["first token of streams, moved", middle("moved")],
+  ].filter(([name]) => live.stats.reuse !== "exact" || !/moved|recomputed/.test(name));
   at("tiles").replaceChildren(...tiles.map(([name, value]) => make("div", {cls: "tile"}, make("b", {}, value), make("span", {}, name))));
 }
 function showTiers(stats) {
@@ -167,18 +167,18 @@ function showFallbacks(live) {
   for (const rank of live.stats.ranks) for (const [name, n] of Object.entries(rank.fallbacks || {})) counts[name] ??= n;
   const rows = Object.entries(counts).sort((a, b) => b[1] - a[1]).map(([name, n]) => {
     const [means, advice] = live.explanations[name] || ["", ""];
-    return [make("code", {}, name), count(n), means, advice];
+    return [make("code", {}, name), count(n), count(live.stats.tokens_by_reason[name]), means, advice];
   });
-  at("fallbacks").replaceChildren(rows.length ? table(["reason", "#requests", "what it means", "what to do"], rows) : make("p", {cls: "quiet"}, "nothing that might have been reused was computed"));
+  at("fallbacks").replaceChildren(rows.length ? table(["reason", "#requests", "#tokens", "what it means", "what to do"], rows) : make("p", {cls: "quiet"}, "nothing that might have been reused was computed"));
 }
 function showRanks(stats) {
   const held = stats.conversations;
   const rows = stats.ranks.map((rank, i) => [rank.dp_rank, count(stats.prompt_tokens_in_flight[i]), count(rank.waiting?.now), count(rank.chunk_nodes),
-    rank.mirror.agrees === false ? make("span", {cls: "bad"}, "differs") : rank.mirror.events_behind ? `${count(rank.mirror.events_behind)} events behind` : "even"]);
+    rank.mirror.agrees === false ? make("span", {cls: "bad"}, "another") : rank.mirror.events_behind ? `${count(rank.mirror.events_behind)} events behind` : "up to date"]);
   at("ranks").replaceChildren(
-    make("p", {}, `${count(held.count)} conversations, ${count(held.tokens)} tokens remembered. ${count(stats.tables.tenants)} tenants. `
-      + `${count(stats.tree.nodes)} nodes in the tree, ${count(stats.tree.promoted)} promoted, behind ${count(stats.tree.namespaces)} beginnings.`),
-    table(["rank", "#prompt tokens under way", "#waiting", "#chunks held", "the front's view of it"], rows, ""));
+    make("p", {}, `Conversations: ${count(held.count)}, with ${count(held.tokens)} tokens. Tenants: ${count(stats.tables.tenants)}. `
+      + `Nodes in the tree: ${count(stats.tree.nodes)}, of them asked for often: ${count(stats.tree.promoted)}, behind ${count(stats.tree.namespaces)} different texts.`),
+    table(["rank", "#prompt tokens under way", "#waiting", "#chunks held", "view of it"], rows, ""));
 }
 
 // Requests
@@ -208,7 +208,7 @@ async function showPlan() {
     make("p", {}, `Request ${one.number}: ${one.mode}${one.is_conversation ? ", of a conversation" : ""}, rank ${one.rank}, ${ms(one.ms)} in all`
       + `${one.dropped ? `, ${count(one.dropped)} chunks left out` : ""}.`),
     planned(one),
-    make("p", {cls: "quiet"}, "Above as retrieved, below the prompt. "
+    make("p", {cls: "quiet"}, "Above as retrieved, below the prompt; empty boxes are text that is no chunk. "
       + (one.fates ? `Tokens: ${FATES.map((fate) => `${NAME[fate]} ${count(one.fates[fate])}`).join(", ")}.` : "Its rank does not tell the fates.")),
     one.fallbacks.length ? make("p", {}, "Computed because: ", make("code", {}, one.fallbacks.join(", "))) : "",
     make("h3", {}, "In the prompt"),
@@ -264,7 +264,7 @@ function treeItem(each) {
     if (open) below.replaceChildren(...await level(each.node, 0));
   }}}, "+") : make("span", {cls: "leaf"}, "");
   const behind = each.nodes_behind ? `${count(each.tokens_behind)} tokens in ${count(each.nodes_behind)} chunks behind it` : "";
-  const own = each.is_root ? [] : [`${count(each.tokens)} tokens`, `${count(each.hits)} hits`, each.promoted ? "promoted" : "", held || (each.planned ? "under way" : "")];
+  const own = each.is_root ? [] : [`${count(each.tokens)} tokens`, `${count(each.hits)} hits`, each.promoted ? "asked for often" : "", held || (each.planned ? "under way" : "")];
   const about = [...own, behind].filter(Boolean).join(" · ");
   return make("li", {}, toggle, make("code", {}, each.is_root ? `text ${each.chunk}` : each.label || each.chunk), " ", make("span", {cls: "quiet"}, about), below);
 }
