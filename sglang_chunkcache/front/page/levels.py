@@ -29,6 +29,7 @@ class Levels:
     ) -> None:
         self._tree, self._clock = tree, clock
         self._behind: dict[ChainId, tuple[int, int]] = {}
+        self._roots: dict[ChainId, ChainNode] = {}
         self._summed_at: float | None = None
         self._summing = asyncio.Lock()
 
@@ -38,21 +39,18 @@ class Levels:
         """Children of a node from the `offset`th largest on; of None the namespaces.
         `labels`: names of chunks. Returns None for a node that is gone."""
         await self._sum()
-        roots = self._tree.nodes.roots
         if chain is None:
-            nodes = roots
+            nodes = self._tree.nodes.roots
         else:
-            node = self._tree.nodes.find(chain)
-            node = node or next((each for each in roots if each.chain == chain), None)
+            node = self._tree.nodes.find(chain) or self._roots.get(chain)
             if node is None:
                 return None
             nodes = node.child_nodes()
         sizes = []
         async for node in _sliced(nodes):
             sizes.append(node.num_tokens + self._behind.get(node.chain, NOTHING)[1])
-        largest = np.argsort(-np.array(sizes, dtype=np.int64), kind="stable")
+        largest = await asyncio.to_thread(_largest_first, sizes)
         page = largest[offset : offset + MAX_NODES].tolist()
-        await asyncio.sleep(0)
         shown = [self._shown(nodes[i], labels) for i in page]
         return {"num_children": len(nodes), "offset": offset, "children": shown}
 
@@ -71,7 +69,10 @@ class Levels:
                         others[0] + nodes + 1,
                         others[1] + tokens + node.num_tokens,
                     )
-            self._behind, self._summed_at = behind, self._clock()
+            roots: dict[ChainId, ChainNode] = {}
+            async for node in _sliced(self._tree.nodes.roots):
+                roots[node.chain] = node
+            self._behind, self._roots, self._summed_at = behind, roots, self._clock()
 
     def _shown(self, node: ChainNode, labels: Mapping[str, str]) -> dict[str, Any]:
         num_nodes, num_tokens = self._behind.get(node.chain, NOTHING)
@@ -96,3 +97,8 @@ async def _sliced(nodes: Sequence[ChainNode]) -> AsyncIterator[ChainNode]:
         if index % SLICE == SLICE - 1:
             await asyncio.sleep(0)
         yield node
+
+
+def _largest_first(sizes: list[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Their places."""
+    return np.argsort(-np.array(sizes, dtype=np.int64), kind="stable")

@@ -47,7 +47,7 @@ RANK: dict[str, Any] = {
     "evicted_chunks": 7,
     "waiting": {"now": 1},
     "fallbacks": {},
-    "mirror": {"agrees": True, "events_behind": 0},
+    "mirror": {"chunk_nodes": 3, "agrees": True, "events_behind": 0},
 }
 
 
@@ -141,6 +141,9 @@ def test_page(num_nodes: int, width: int, scheme: str, tmp_path: Path) -> None:
                 assert await page.run(items) == 1001, "a thousand, and a button for more"
                 await page.run("[...document.querySelectorAll('#tree button')].at(-1).click()")
                 await page.until(f"{items} > 1001")
+            await page.run("document.querySelectorAll('#requests tr.pick')[2].focus()")
+            await page.run("poll()")
+            assert await page.run("document.activeElement.dataset.number") == "998"
             assert await page.run("document.querySelectorAll('img, main script').length") == 0
             shown = f"document.body.textContent.includes({EVIL[:80]!r})"
             assert await page.run(shown)
