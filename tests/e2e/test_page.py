@@ -78,7 +78,8 @@ def test_others_tokens_come_as_without_it(tmp_path: Path) -> None:
                     assert get(f"{server.url}/chunkcache/live/tree") is not None
                 is_over.wait(POLL_S)
 
-        page, ratios = threading.Thread(target=look), []
+        page = threading.Thread(target=look)
+        ratios: list[float] = []
         page.start()
         streams = Streams(server.url)
         with streams.running():
