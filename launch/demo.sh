@@ -85,3 +85,4 @@ if [[ -t 2 ]]; then printf '\r' >&2; fi
 echo "demo: the server is ready after $SECONDS s" >&2
 
 $python -m eval demo --url "$url" "${demo[@]}" "$@"
+echo "demo: to go on: .venv/bin/sglang-chunkcache serve --model-path $model; what is reused is shown at http://127.0.0.1:30000/chunkcache/" >&2
