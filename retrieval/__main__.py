@@ -31,6 +31,8 @@ TOP_N = 10
 """Neighbours per passage: FusionRAG's figure 7a is above 80% from ten on."""
 DEVICE_BATCH = 64
 """Passages that a model encodes at once."""
+RERANK_DEPTH = 4
+"""Candidates of the reranker for each passage asked for."""
 EMBEDDED = "default"
 """What --encoder calls the embedded encoder."""
 ENCODER_FLAGS = ("dim", "query_prefix", "passage_prefix", "normalize")
@@ -100,6 +102,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--k", type=int, metavar="N", default=K, help=f"number of passages (default: {K})")
     text = "default: filled (bm25's, then dense's), or fusion if the index was built with --encoder"
     add("--mode", choices=("filled", "fusion", "dense", "bm25"), help=text)
+    text = "a sentence-transformers CrossEncoder that ranks what is found, path or hub name"
+    add("--reranker", metavar="PATH", help=text)
+    text = f"candidates that it reads, as a multiple of --k (default: {RERANK_DEPTH})"
+    add("--rerank-depth", type=int, metavar="N", default=RERANK_DEPTH, help=text)
     add("--json", action="store_true", help="print one JSON object")
 
     add = command(_neighbors, "write every passage's nearest passages to a file").add_argument
@@ -297,6 +303,8 @@ def _encoder(
 
 def _search(args: argparse.Namespace) -> None:
     """Find the best passages for a question."""
+    from retrieval.hits import timed
+    from retrieval.reranker import Reranker
     from retrieval.retriever import Retriever
 
     # Not verified: checksums would read every file for one question.
@@ -304,12 +312,17 @@ def _search(args: argparse.Namespace) -> None:
         retriever = Retriever.open(
             args.index, encoder=args.encoder, device=args.device, verify=False, threads=None
         )
+        reranker = Reranker(args.reranker, device=args.device) if args.reranker else None
     query, mode = utf8(" ".join(args.query)), args.mode or retriever.modes[0]
-    result = retriever.search([query], k=args.k, mode=mode, nprobe=args.nprobe)
-    hits = result.hits[0]
+    depth = args.rerank_depth if reranker else 1
+    found = retriever.search([query], k=args.k * depth, mode=mode, nprobe=args.nprobe)
+    hits, ms = found.hits[0], found.ms
+    if reranker:
+        with timed(ms, "rerank"):
+            hits = reranker.rerank(query, hits, k=args.k)
     if args.json:
         rows = [{**_row(hit.passage), "score": hit.score, "mode": hit.mode} for hit in hits]
-        print(json.dumps({"query": query, "passages": rows, "ms": result.ms}, ensure_ascii=False))
+        print(json.dumps({"query": query, "passages": rows, "ms": ms}, ensure_ascii=False))
         return
     for rank, hit in enumerate(hits, 1):
         print(f"{rank}. {hit.passage.id}  {hit.mode} {hit.score:.4f}  {hit.passage.title}")

@@ -3,7 +3,10 @@ the prompt drafted and planned."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +15,7 @@ from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving_chat import normalize_assistant_tool_call_arguments
 
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.errors import RequestError
+from sglang_chunkcache.errors import ChunkCacheError, RequestError
 from sglang_chunkcache.front.bodies import (
     ChunkIn,
     GenerateIn,
@@ -77,9 +80,17 @@ class Intake:
         # not before a request: the tree is decided late
         return self._parts.config
 
-    async def chat(self, raw_request: Request) -> tuple[ChatCompletionRequest, Planned]:
-        """A chat completion over `chunks` or over what the index finds."""
-        return await self._chat(await json_object(raw_request, self._config), raw_request)
+    async def chat(
+        self, raw_request: Request, *, hints: bool
+    ) -> tuple[ChatCompletionRequest, Planned]:
+        """A chat completion over `chunks` or over what the index finds.
+
+        Args:
+            hints: it will run, so its rank may load what it will probably need of the storage while
+                a reranker works.
+        """
+        body = await json_object(raw_request, self._config)
+        return await self._chat(body, raw_request, hints=hints)
 
     async def hint(self, raw_request: Request) -> Planned:
         """A chat completion that may come: what is known of it,
@@ -105,10 +116,10 @@ class Intake:
         if isinstance(messages, list) and not is_searched and _lacks_question(body, messages):
             # else the chunks would stand in front of a question that is answered already
             body["messages"] = [*messages, UNKNOWN]
-        return (await self._chat(body, raw_request))[1]
+        return (await self._chat(body, raw_request, hints=False))[1]
 
     async def _chat(
-        self, body: dict[str, Any], raw_request: Request
+        self, body: dict[str, Any], raw_request: Request, *, hints: bool
     ) -> tuple[ChatCompletionRequest, Planned]:
         refuse_misspelt(
             body, ours=RagFields.model_fields, theirs=ChatCompletionRequest.model_fields
@@ -148,12 +159,6 @@ class Intake:
                 claimed_history(messages, settings),
                 start=start,
             )
-        found = None
-        if fields.retrieve is not None:
-            if passages:
-                raise RequestError("retrieve: not together with chunks")
-            found = await self._find(fields.retrieve, searched, "retrieve.", raw_request)
-            passages = found.chunks
         options = Options(
             max_new_tokens=request.max_completion_tokens or request.max_tokens,
             length_field="max_completion_tokens" if request.max_completion_tokens else "max_tokens",
@@ -162,19 +167,34 @@ class Intake:
             is_denied=fields.is_denied(self._config),
             requires_history=fields.history is not None,
             num_answers=request.n,
-            retrieval=found.answer() if found else None,
         )
-        draft = partial(
+        drafted = partial(
             self._parts.drafter.chat,
             messages,
-            passages,
             identity=identity,
-            options=options,
             earlier=earlier,
             conversation=conversation,
             settings=settings,
             prefill=prefill,
         )
+
+        async def hint(candidates: list[Passage]) -> None:
+            texts = (messages, candidates, *earlier.values())
+            draft = partial(drafted, candidates, options=options)
+            with suppress(ChunkCacheError):  # the request itself will say so
+                self._parts.engine.prefetch(await self._plan(raw_request, draft, texts))
+                await asyncio.sleep(0)  # it is sent now, before the reranker takes a core
+
+        found = None
+        if fields.retrieve is not None:
+            if passages:
+                raise RequestError("retrieve: not together with chunks")
+            is_hinted = hints and self._config.storage_backend is not None
+            found = await self._find(
+                fields.retrieve, searched, "retrieve.", raw_request, hint if is_hinted else None
+            )
+            passages, options = found.chunks, replace(options, retrieval=found.answer())
+        draft = partial(drafted, passages, options=options)
         try:
             # what was sent is counted by now; a search adds what it finds
             num_chunks = sum(map(len, (passages or (), *earlier.values())))
@@ -342,11 +362,14 @@ class Intake:
         messages: list[dict[str, Any]],
         field: str,
         raw_request: Request,
+        hint: Callable[[list[Passage]], Awaitable[None]] | None = None,
     ) -> Retrieval:
         if self._parts.search is None:
             raise RequestError("retrieve: this server has no index (--index); send chunks")
         is_gone = raw_request.is_disconnected
-        return await self._parts.search.find(options, messages, field=field, is_gone=is_gone)
+        return await self._parts.search.find(
+            options, messages, field=field, is_gone=is_gone, hint=hint
+        )
 
 
 def _taken_chunks(body: dict[str, Any]) -> dict[int, list[ChunkIn]]:

@@ -5,6 +5,8 @@ time.
     search(): append, await a future   ->   take all that wait, by settings  every refresh_s:
     _settle(): results to the futures  <-   Retriever.search, together       Retriever.refresh,
                                                                              atomic
+    _rerank(): the candidates          ->   another: Reranker.rerank, a
+                                            request at a time
 
 While a batch is searched the next one gathers, so batches grow with the load and no query waits for
 others. What one finds does not depend on the others of its batch. Knows queries and hits; no
@@ -19,7 +21,8 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from queue import Empty, Full, Queue
@@ -30,7 +33,8 @@ from retrieval.errors import CorruptIndexError, RetrievalError
 from sglang_chunkcache.front.metrics import Metrics
 
 if TYPE_CHECKING:
-    from retrieval.retriever import Hit, Mode, Retriever, SearchResult
+    from retrieval.hits import Hit, Mode, Searcher, SearchResult
+    from retrieval.reranker import Reranker
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +45,8 @@ class QueueFullError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one query found, best first.
-    `ms`: how long it was queued, and the phases of its batch of `batch_size` queries."""
+    """What one query found, best first. `ms`: how long it was queued, the phases of its batch of
+    `batch_size` queries, and `rerank`, its own."""
 
     hits: list[Hit]
     ms: dict[str, float]
@@ -77,15 +81,18 @@ class SearchQueue:
 
     Args:
         max_batch: queries searched together.
-        max_waiting: requests that may wait, without those being searched.
+        max_waiting: requests that may wait, without those being searched; as many for the reranker.
         refresh_s: seconds between looks for a newer generation of the index; 0: never.
+        reranker: ranks what is found; it reads `rerank_depth` times k passages.
     """
 
     def __init__(
         self,
-        retriever: Retriever,
+        retriever: Searcher,
         metrics: Metrics,
         *,
+        reranker: Reranker | None = None,
+        rerank_depth: int = 1,
         max_batch: int,
         max_waiting: int,
         refresh_s: float,
@@ -95,7 +102,11 @@ class SearchQueue:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: Queue[_Waiting] = Queue(max_waiting)
         self.num_batches = 0
+        self._reranker, self._depth = reranker, rerank_depth if reranker else 1
+        self._reranking = ThreadPoolExecutor(1, thread_name_prefix="rerank")
+        self._num_reranking = 0
         self._failure: str | None = None  # of the last search
+        self._misrank: str | None = None  # of the last reranking
         self._refusal: str | None = None  # of the last look at the index's directory
         self._noting = Lock()
         self.state = RetrievalState("up", None, datetime.now(UTC))
@@ -105,29 +116,42 @@ class SearchQueue:
         if refresh_s:
             Thread(target=self._refresh, name="retrieval-refresh", daemon=True).start()
 
-    async def search(self, query: str, *, k: int, mode: Mode, nprobe: int) -> Found:
-        """Wait for the query's turn and search. A caller that is cancelled before its turn is not
-        searched for.
+    async def search(
+        self,
+        query: str,
+        *,
+        k: int,
+        mode: Mode,
+        nprobe: int,
+        before_rerank: Callable[[list[Hit]], Awaitable[None]] | None = None,
+    ) -> Found:
+        """Wait for the query's turn and search, then rank again. A caller that is cancelled before
+        its turn is not searched for.
 
+        Args:
+            before_rerank: awaited with the first k candidates; only if a reranker ranks them.
         Raises:
             QueueFullError: `max_waiting` wait already.
             RetrievalError: the retriever refuses the query.
-            Exception: whatever else its search raised; logged.
+            Exception: whatever else its search, or the reranker, raised; logged.
         """
-        self._loop = asyncio.get_running_loop()
-        future, since = self._loop.create_future(), time.perf_counter()
-        item = _Waiting(query, (k, mode, nprobe), future, since)
         try:
-            self._waiting.put_nowait(item)
-        except Full:
+            found = await self._found(query, (k * self._depth, mode, nprobe))
+            if self._reranker is not None and found.hits:
+                if before_rerank is not None:
+                    await before_rerank(found.hits[:k])
+                found = await self._rerank(self._reranker, query, found, k)
+        except QueueFullError:
             self._metrics.count("searches", "full")
-            told = f"{self._waiting.maxsize} searches wait already; try again later"
-            raise QueueFullError(told) from None
-        try:
-            return await item.future
+            raise
         except asyncio.CancelledError:
             self._metrics.count("searches", "cancelled")
             raise
+        except Exception as error:
+            self._metrics.count("searches", "refused" if is_clients_fault(error) else "failed")
+            raise
+        self._metrics.count("searches", "found" if found.hits else "empty")
+        return found
 
     @property
     def num_waiting(self) -> int:
@@ -135,6 +159,45 @@ class SearchQueue:
         return self._waiting.qsize()
 
     # Private, in order of use
+
+    async def _found(self, query: str, settings: tuple[int, Mode, int]) -> Found:
+        self._loop = asyncio.get_running_loop()
+        item = _Waiting(query, settings, self._loop.create_future(), time.perf_counter())
+        most = self._waiting.maxsize
+        try:
+            if self._num_reranking > most:
+                raise Full
+            self._waiting.put_nowait(item)
+        except Full:
+            raise QueueFullError(f"{most} searches wait already; try again later") from None
+        return await item.future
+
+    async def _rerank(self, reranker: Reranker, query: str, found: Found, k: int) -> Found:
+        """The best k of the candidates, by the reranker."""
+        since = time.perf_counter()
+
+        def work() -> tuple[list[Hit], float, float]:
+            begun = time.perf_counter()
+            return reranker.rerank(query, found.hits, k=k), begun, time.perf_counter()
+
+        self._num_reranking += 1
+        try:
+            hits, begun, ended = await asyncio.get_running_loop().run_in_executor(
+                self._reranking, work
+            )
+        except Exception as error:
+            logger.exception("retrieval: the reranker failed")
+            self._misrank = f"the reranker: {str(error) or repr(error)}"
+            raise
+        else:
+            self._misrank = None
+        finally:
+            self._num_reranking -= 1
+            self._note()
+        self._metrics.observe("retrieval_seconds", "rerank", ended - begun)
+        queued = found.ms["queued"] + 1000 * (begun - since)
+        ms = {**found.ms, "queued": queued, "rerank": 1000 * (ended - begun)}
+        return Found(hits, ms, found.batch_size)
 
     def _work(self) -> None:
         while True:
@@ -189,16 +252,13 @@ class SearchQueue:
         if isinstance(outcome, Exception):
             # an error is of one query: `_search` has tried each of a batch alone
             if not items[0].future.done():
-                kind = "refused" if is_clients_fault(outcome) else "failed"
-                self._metrics.count("searches", kind)
                 items[0].future.set_exception(outcome)
             return
         for phase, ms in outcome.ms.items():
             self._metrics.observe("retrieval_seconds", phase, ms / 1000)
         for item, hits in zip(items, outcome.hits, strict=True):
-            if item.future.done():  # cancelled, and counted so
+            if item.future.done():  # cancelled
                 continue
-            self._metrics.count("searches", "found" if hits else "empty")
             queued = {"queued": 1000 * (start - item.since)}
             item.future.set_result(Found(hits, {**queued, **outcome.ms}, len(items)))
 
@@ -220,7 +280,8 @@ class SearchQueue:
         # both threads derive it: without the lock a state could replace a newer one
         with self._noting:
             # damage first: it lasts, while the last failure may have been of one query
-            damage, refusal = self._retriever.damage or self._failure, self._refusal
+            damage = self._retriever.damage or self._failure or self._misrank
+            refusal = self._refusal
             name, reason = "down" if damage else "stale" if refusal else "up", damage or refusal
             if (name, reason) == (self.state.name, self.state.reason):
                 return

@@ -19,13 +19,14 @@ from sglang_chunkcache.front.search import default_mode
 from sglang_chunkcache.start_steps import step
 
 if TYPE_CHECKING:
-    from retrieval.retriever import Retriever
+    from retrieval.hits import Searcher
+    from retrieval.reranker import Reranker
     from sglang_chunkcache.front.parts import Parts
 
 logger = logging.getLogger(__name__)
 
 
-def open_retriever(config: ChunkCacheConfig) -> Retriever:
+def open_retriever(config: ChunkCacheConfig) -> Searcher:
     """The index and encoder of the flags, after a search that shows that they work.
 
     Raises:
@@ -57,6 +58,20 @@ def open_retriever(config: ChunkCacheConfig) -> Retriever:
         missing = f"needs the extra 'retrieval': {error.name} is not installed"
         raise RetrievalError(missing) from None
     return retriever
+
+
+def open_reranker(config: ChunkCacheConfig) -> Reranker:
+    """The cross-encoder of the flags, after a pair that shows that it works.
+    Raises RetrievalError."""
+    from retrieval.hits import Hit
+    from retrieval.passage import Passage
+    from retrieval.reranker import Reranker
+
+    assert config.reranker is not None
+    reranker = Reranker(config.reranker, device=config.retrieve_device)
+    tried = Passage("", "", "", "It does.", 0, 0, 0)
+    reranker.rerank("Does it work?", [Hit(tried, 0.0, "dense")], k=1)
+    return reranker
 
 
 def calibrates(config: ChunkCacheConfig, ranks: Sequence[Mapping[str, Any]]) -> bool:

@@ -32,7 +32,7 @@ def make_queue() -> Iterator[MakeQueue]:
     def make(**sizes: Any) -> tuple[SearchQueue, FakeRetriever]:
         retriever, metrics = FakeRetriever(), Metrics(prometheus=False)
         sizes = {"max_batch": 8, "max_waiting": 100, "refresh_s": 0, **sizes}
-        queue = SearchQueue(retriever, metrics, **sizes)  # type: ignore[arg-type]
+        queue = SearchQueue(retriever, metrics, **sizes)
         made.append((queue, retriever))
         return made[-1]
 
