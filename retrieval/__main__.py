@@ -35,6 +35,7 @@ RERANK_DEPTH = 4
 """Candidates of the reranker for each passage asked for."""
 EMBEDDED = "default"
 """What --encoder calls the embedded encoder."""
+COLLECTION = "http(s)://host:port/collection, or file.db"
 ENCODER_FLAGS = ("dim", "query_prefix", "passage_prefix", "normalize")
 EPILOG = """from a folder of documents to an answered question in three commands:
   python -m retrieval build docs --out index
@@ -85,12 +86,17 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     def add_index(add: Callable[..., Any], *, searched: bool = False, loads: bool = False) -> None:
-        add("index", type=Path, metavar="DIR", help="the index's directory")
+        if searched and loads:
+            text = f"the index's directory, or a Milvus collection: {COLLECTION}"
+            add("index", metavar="INDEX", help=text)
+        else:
+            add("index", type=Path, metavar="DIR", help="the index's directory")
         if searched:
             text = f"lists visited in an IVF index; candidates in HNSW (default: {NPROBE})"
             add("--nprobe", type=int, metavar="N", default=NPROBE, help=text)
         if loads:
-            add("--encoder", metavar="PATH", help="path of the index's encoder, if it has moved")
+            text = "path of the index's encoder, if it has moved; a collection's encoder, or the"
+            add("--encoder", metavar="PATH", help=f"{text} directory of an index that has it")
             add("--device", metavar="NAME", help="device of the encoder")
 
     summary = "make an index of documents, continue a build, or add documents to an index"
@@ -115,6 +121,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--corpus", type=Path, metavar="FILE", help=text)
     text = f"neighbours of each passage (default: {TOP_N})"
     add("--top-n", type=int, metavar="N", default=TOP_N, help=text)
+
+    add = command(_copy, "copy an index into a new Milvus collection").add_argument
+    add_index(add)
+    add("--to", required=True, metavar="PLACE", help=f"the collection: {COLLECTION}")
 
     add = command(_inspect, "show the contents of an index and check its files").add_argument
     add_index(add)
@@ -304,12 +314,12 @@ def _encoder(
 def _search(args: argparse.Namespace) -> None:
     """Find the best passages for a question."""
     from retrieval.hits import timed
+    from retrieval.opening import open_searcher
     from retrieval.reranker import Reranker
-    from retrieval.retriever import Retriever
 
     # Not verified: checksums would read every file for one question.
     with bar("open", None):
-        retriever = Retriever.open(
+        retriever = open_searcher(
             args.index, encoder=args.encoder, device=args.device, verify=False, threads=None
         )
         reranker = Reranker(args.reranker, device=args.device) if args.reranker else None
@@ -345,6 +355,18 @@ def _neighbors(args: argparse.Namespace) -> None:
         if args.corpus:
             write_corpus(index, args.corpus, progress=progress)
     print(f"{args.out}: {lines} passages")
+
+
+def _copy(args: argparse.Namespace) -> None:
+    """Copy an index's passages and vectors into a new Milvus collection, whose encoder is then the
+    index's. The token is MILVUS_TOKEN's, or in the file that MILVUS_TOKEN_FILE names."""
+    from retrieval.index import Index
+    from retrieval.milvus import copy_index
+
+    index = Index.open(args.index, verify=False)
+    with progress_bars() as progress:
+        copied = copy_index(index, args.to, progress=progress)
+    print(f"{args.to}: {copied} passages")
 
 
 def _inspect(args: argparse.Namespace) -> None:

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import faiss
 
-from retrieval.encoder import Encoder, load_encoder
+from retrieval.encoder import QUERY_BATCH, Encoder, load_encoder
 from retrieval.errors import CorruptIndexError, RetrievalError
 from retrieval.hashed_encoder import STATE_FILE
 from retrieval.hits import Hit, Mode, SearchResult, timed
@@ -34,8 +34,6 @@ RANK_FUSION_DEPTH = 100
 up to this value, so the result for a smaller k is the beginning of the result for a larger one."""
 ZERO = 2.0**-11
 """What float16 vectors of length 1 may give as the inner product where nothing is shared."""
-QUERY_BATCH = 32
-"""Queries that a model encodes at once."""
 
 _Ranked = list[tuple[int, float, Literal["fusion", "dense", "bm25"]]]
 """Row, score, whose score it is; best first."""

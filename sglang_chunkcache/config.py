@@ -297,11 +297,12 @@ class AuditConfig:
 @dataclass(frozen=True)
 class RetrievalConfig:
     index: str | None = knob(None)
-    """Directory of a retrieval index to search for requests (also --index). Built by `python -m
-    retrieval build`; without one, clients send their chunks."""
+    """Directory of a retrieval index, or Milvus collection (http(s)://host:port/collection or
+    file.db), to search for requests (also --index). Made by `python -m retrieval build` and `copy`;
+    without one, clients send their chunks."""
     encoder: str | None = knob(None)
-    """Path of the index's encoder, if moved since the build (also --encoder). Another encoder than
-    the one that built the index is refused."""
+    """Path of the index's encoder, if moved since the build; a collection's encoder (also
+    --encoder). Another encoder than the one that made the index is refused."""
     reranker: str | None = knob(None)
     """A sentence-transformers CrossEncoder that ranks what the index finds, path or hub name (also
     --reranker). Default: the index's own order."""

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from retrieval.errors import UnavailableError
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError, SearchFailedError
 from sglang_chunkcache.front.bodies import RetrieveIn
@@ -153,6 +154,8 @@ class RagSearch:
             raise
         except QueueFullError as error:
             raise SearchFailedError(str(error), 503) from None
+        except UnavailableError:
+            raise SearchFailedError("the index does not answer; try again later", 503) from None
         except Exception as error:
             if is_clients_fault(error):
                 raise RequestError(f"{field}query: {error}") from None

@@ -29,7 +29,7 @@ from queue import Empty, Full, Queue
 from threading import Lock, Thread
 from typing import TYPE_CHECKING
 
-from retrieval.errors import CorruptIndexError, RetrievalError
+from retrieval.errors import CorruptIndexError, RetrievalError, UnavailableError
 from sglang_chunkcache.front.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -226,12 +226,14 @@ class SearchQueue:
             queries = [item.query for item in items]
             outcome = self._retriever.search(queries, k=k, mode=mode, nprobe=nprobe)
         except Exception as error:
-            if len(items) > 1:  # one query's fault is not its neighbours': each alone
+            # one query's fault is not its neighbours': each alone
+            if len(items) > 1 and not isinstance(error, UnavailableError):
                 for item in items:
                     self._search([item])
                 return
             if not is_clients_fault(error):
-                logger.exception("retrieval: a search failed")
+                if not isinstance(error, UnavailableError):  # its reason says all
+                    logger.exception("retrieval: a search failed")
                 self._failure = str(error) or repr(error)
                 self._note()
             outcome = error
@@ -250,9 +252,9 @@ class SearchQueue:
         for item in items:
             self._metrics.observe("retrieval_seconds", "queued", start - item.since)
         if isinstance(outcome, Exception):
-            # an error is of one query: `_search` has tried each of a batch alone
-            if not items[0].future.done():
-                items[0].future.set_exception(outcome)
+            for item in items:  # one, unless nothing can be searched
+                if not item.future.done():
+                    item.future.set_exception(outcome)
             return
         for phase, ms in outcome.ms.items():
             self._metrics.observe("retrieval_seconds", phase, ms / 1000)
@@ -267,8 +269,8 @@ class SearchQueue:
             time.sleep(self._refresh_s)
             try:
                 if self._retriever.refresh():
-                    generation = self._retriever.info()["generation"]
-                    logger.info("retrieval: now serving generation %s", generation)
+                    if (generation := self._retriever.info()["generation"]) is not None:
+                        logger.info("retrieval: now serving generation %s", generation)
                     self._failure = None
                 self._refusal = None
             except Exception as error:
@@ -299,5 +301,6 @@ class SearchQueue:
 
 def is_clients_fault(error: Exception) -> bool:
     """Whether a search failed because of what was asked.
-    A damaged index is never a client's fault."""
-    return isinstance(error, RetrievalError) and not isinstance(error, CorruptIndexError)
+    A damaged index, or one that does not answer, is never a client's fault."""
+    ours = CorruptIndexError | UnavailableError
+    return isinstance(error, RetrievalError) and not isinstance(error, ours)

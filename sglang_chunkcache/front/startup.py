@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import requests
@@ -39,10 +38,10 @@ def open_retriever(config: ChunkCacheConfig) -> Searcher:
     # of this process, in which only the encoder computes
     torch.set_num_threads(config.retrieve_threads)
     try:
-        from retrieval.retriever import Retriever
+        from retrieval.opening import open_searcher
 
-        retriever = Retriever.open(
-            Path(config.index),
+        retriever = open_searcher(
+            config.index,
             encoder=config.encoder,
             device=config.retrieve_device,
             verify=config.index_verify == "on",

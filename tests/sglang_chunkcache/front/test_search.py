@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from retrieval.errors import UnavailableError
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError, SearchFailedError
 from sglang_chunkcache.front import search as rag_search
@@ -197,6 +198,17 @@ def test_full_queue_is_503(make_search: Any) -> None:
         await waiting
 
     while_searching(search, retriever, scene)
+
+
+def test_index_that_does_not_answer_is_503(make_search: Any) -> None:
+    """Its name stays with the operator."""
+    search, retriever, find = make_search()
+    retriever.fail["one"] = UnavailableError("http://milvus:19530/docs: no answer")
+    with pytest.raises(SearchFailedError, match=r"^the index does not answer") as caught:
+        find(query="one")
+    assert caught.value.status == 503
+    reason = "http://milvus:19530/docs: no answer"
+    assert (search.stats()["state"], search.stats()["reason"]) == ("down", reason)
 
 
 def test_client_that_hangs_up_is_not_searched_for(
