@@ -61,11 +61,6 @@ class Place(NamedTuple):
     database: str
     collection: str | None
 
-    @property
-    def is_file(self) -> bool:
-        """Of milvus-lite."""
-        return self.uri.endswith(".db")
-
 
 def place_of(name: str) -> Place | None:
     """The collection that `--index` names; None for the directory of an index.
@@ -117,16 +112,14 @@ class MilvusRetriever:
         self._num_rows = 0
         self._layout: _Layout | None = None  # None: it cannot be searched as it was seen last
         with self._heard():
-            if place.is_file and not Path(place.uri).exists():  # else it would be made
+            if place.uri.endswith(".db") and not Path(place.uri).exists():  # else it would be made
                 raise CorruptIndexError(f"{place.uri}: no such file")
             self._client = _connect(place, timeout_s)
             self._collection = place.collection or self._only_one()
             self._look()
 
     @classmethod
-    def open(
-        cls, name: str, *, encoder: str | None, device: str | None, timeout_s: float = TIMEOUT_S
-    ) -> MilvusRetriever:
+    def open(cls, name: str, *, encoder: str | None, device: str | None) -> MilvusRetriever:
         """Open a collection.
 
         Args:
@@ -139,7 +132,7 @@ class MilvusRetriever:
         if encoder is None:
             what = "a collection does not say which encoder made it"
             raise RetrievalError(f"{name}: {what}; name it with --encoder")
-        return cls(name, _load_encoder(encoder, device), timeout_s=timeout_s)
+        return cls(name, _load_encoder(encoder, device), timeout_s=TIMEOUT_S)
 
     def search(self, queries: Sequence[str], *, k: int, mode: Mode, nprobe: int) -> SearchResult:
         """The k best passages of each query.
@@ -283,17 +276,12 @@ class MilvusRetriever:
         if not any(found):
             self._layout = None
             raise CorruptIndexError(f"{self._name} is empty")
-        return [
-            [
-                Hit(
-                    self._passage(row[layout.key], row["entity"]),
-                    layout.sign * row["distance"],
-                    "dense",
-                )
-                for row in rows
-            ]
-            for rows in found
-        ]
+
+        def hit(row: Any) -> Hit:
+            passage = self._passage(row[layout.key], row["entity"])
+            return Hit(passage, layout.sign * row["distance"], "dense")
+
+        return [[hit(row) for row in rows] for rows in found]
 
     def _passage(self, key: Any, row: Any) -> Passage:
         """Of a collection nobody knows where in its document a passage was, nor its tokens: 0."""
@@ -320,7 +308,8 @@ def copy_index(index: Index, name: str, *, progress: Progress) -> int:
         from pymilvus import DataType
 
         if client.has_collection(collection, **limit):
-            raise RetrievalError(f"{name}: there is a collection {collection}; name a new one")
+            there = f"there is a collection {collection}"
+            raise RetrievalError(f"{name}: {there}; drop it, or name another")
         schema, indexes = client.create_schema(), client.prepare_index_params()
         for field in (TEXT, TITLE, "id"):
             size = {"max_length": MAX_TEXT_BYTES, "is_primary": field == "id"}
@@ -364,7 +353,7 @@ def _connect(place: Place, timeout_s: float) -> Any:
         missing = f"needs the extra 'milvus': {error.name} is not installed"
         raise RetrievalError(f"{place.uri} {missing}") from None
     # they print the stack of every error that they raise, and gRPC what milvus-lite lacks
-    for name in ("pymilvus", "milvus_lite", *(["grpc._server"] if place.is_file else [])):
+    for name in ("pymilvus", "milvus_lite", "grpc._server"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     return MilvusClient(place.uri, token=_token(), db_name=place.database, timeout=timeout_s)
 

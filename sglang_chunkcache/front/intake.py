@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
@@ -37,7 +37,10 @@ from sglang_chunkcache.front.prompt import (
     turn_start,
 )
 from sglang_chunkcache.front.request import Draft, Identity, Options, Passage, Planned
-from sglang_chunkcache.front.search import Retrieval
+from sglang_chunkcache.front.search import Retrieval, chunks_of
+
+if TYPE_CHECKING:
+    from retrieval.hits import Hit
 
 MAX_TOOLS = 1000
 """Far more than a model can choose from."""
@@ -178,9 +181,10 @@ class Intake:
             prefill=prefill,
         )
 
-        async def hint(candidates: list[Passage]) -> None:
-            texts = (messages, candidates, *earlier.values())
-            draft = partial(drafted, candidates, options=options)
+        async def hint(candidates: list[Hit]) -> None:
+            chunks = chunks_of(candidates)
+            draft = partial(drafted, chunks, options=options)
+            texts = (messages, chunks, *earlier.values())
             with suppress(ChunkCacheError):  # the request itself will say so
                 self._parts.engine.prefetch(await self._plan(raw_request, draft, texts))
                 await asyncio.sleep(0)  # it is sent now, before the reranker takes a core
@@ -362,7 +366,7 @@ class Intake:
         messages: list[dict[str, Any]],
         field: str,
         raw_request: Request,
-        hint: Callable[[list[Passage]], Awaitable[None]] | None = None,
+        hint: Callable[[list[Hit]], Awaitable[None]] | None = None,
     ) -> Retrieval:
         if self._parts.search is None:
             raise RequestError("retrieve: this server has no index (--index); send chunks")

@@ -112,7 +112,7 @@ class RagSearch:
         *,
         field: str,
         is_gone: Callable[[], Awaitable[bool]],
-        hint: Callable[[list[Passage]], Awaitable[None]] | None = None,
+        hint: Callable[[list[Hit]], Awaitable[None]] | None = None,
     ) -> Retrieval:
         """Search by a request's options.
 
@@ -135,17 +135,12 @@ class RagSearch:
         if mode not in self._retriever.modes:
             raise RequestError(f"{field}mode: this index offers {', '.join(self._retriever.modes)}")
         query = query_of(options, messages, field=field, max_chars=config.max_query_chars)
-
-        async def before_rerank(candidates: list[Hit]) -> None:
-            if hint is not None:
-                await hint(chunks_of(candidates))
-
         search = self._queue.search(
             query,
             k=k,
             mode=mode,
             nprobe=options.nprobe or config.retrieve_nprobe,
-            before_rerank=before_rerank,
+            before_rerank=hint,
         )
         try:
             # the client may go meanwhile: a search that still waits is dropped then

@@ -30,6 +30,7 @@ from threading import Lock, Thread
 from typing import TYPE_CHECKING
 
 from retrieval.errors import CorruptIndexError, RetrievalError, UnavailableError
+from retrieval.hits import timed
 from sglang_chunkcache.front.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -176,15 +177,15 @@ class SearchQueue:
         """The best k of the candidates, by the reranker."""
         since = time.perf_counter()
 
-        def work() -> tuple[list[Hit], float, float]:
-            begun = time.perf_counter()
-            return reranker.rerank(query, found.hits, k=k), begun, time.perf_counter()
+        def work() -> Found:
+            ms = {**found.ms, "queued": found.ms["queued"] + 1000 * (time.perf_counter() - since)}
+            with timed(ms, "rerank"):
+                hits = reranker.rerank(query, found.hits, k=k)
+            return Found(hits, ms, found.batch_size)
 
         self._num_reranking += 1
         try:
-            hits, begun, ended = await asyncio.get_running_loop().run_in_executor(
-                self._reranking, work
-            )
+            ranked = await asyncio.get_running_loop().run_in_executor(self._reranking, work)
         except Exception as error:
             logger.exception("retrieval: the reranker failed")
             self._misrank = f"the reranker: {str(error) or repr(error)}"
@@ -194,10 +195,8 @@ class SearchQueue:
         finally:
             self._num_reranking -= 1
             self._note()
-        self._metrics.observe("retrieval_seconds", "rerank", ended - begun)
-        queued = found.ms["queued"] + 1000 * (begun - since)
-        ms = {**found.ms, "queued": queued, "rerank": 1000 * (ended - begun)}
-        return Found(hits, ms, found.batch_size)
+        self._metrics.observe("retrieval_seconds", "rerank", ranked.ms["rerank"] / 1000)
+        return ranked
 
     def _work(self) -> None:
         while True:

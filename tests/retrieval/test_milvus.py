@@ -322,7 +322,7 @@ def test_commands_copy_and_search_a_file(
         told.append(json.loads(capsys.readouterr().out)["passages"])
     assert [row["id"] for row in told[0]] == [row["id"] for row in told[1]]
     assert main(["copy", str(index), "--to", file]) == 2
-    assert "there is a collection passages; name a new one" in capsys.readouterr().err
+    assert "there is a collection passages; drop it, or name another" in capsys.readouterr().err
     assert main(["copy", str(index), "--to", f"{file}/more"]) == 0
     capsys.readouterr()
     for place, reason in ((file, "collections more, passages; name"), ("no.db", "no such file")):
