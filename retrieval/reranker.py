@@ -12,6 +12,7 @@ from typing import Any
 
 from retrieval.errors import RetrievalError
 from retrieval.hits import Hit
+from retrieval.model_path import find_model
 from retrieval.passage import utf8
 from retrieval.sentence_encoder import load_model
 
@@ -31,7 +32,8 @@ class Reranker:
     """
 
     def __init__(self, path_or_name: str, *, device: str | None) -> None:
-        self._model: Any = load_model(path_or_name, device, kind="CrossEncoder")
+        found = find_model(path_or_name, file="config.json")
+        self._model: Any = load_model(found, device, kind="CrossEncoder")
         self._lock = threading.Lock()
         kind = (self._model.config.architectures or ["none"])[0]
         # with a head of random weights, which an encoder's folder gets, any order comes out

@@ -263,3 +263,5 @@ def test_model_that_is_no_reranker_is_refused(
         Reranker(str(path), device="cpu")
     with pytest.raises(RetrievalError, match=r"cannot load .* as a CrossEncoder"):
         Reranker(str(tmp_path), device="cpu")
+    with pytest.raises(RetrievalError, match="no such file or folder"):
+        Reranker(str(tmp_path / "none"), device="cpu")
