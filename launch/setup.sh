@@ -10,6 +10,7 @@
 #   SGLANG_VERSION    another release of SGLang than 0.5.23; it brings its own versions of what it shares with us
 #   VENV              another folder than .venv
 #   CHUNKCACHE_SETUP  cpu or cuda, instead of looking for a GPU
+#   CHUNKCACHE_EXTRAS of pyproject.toml, beside the machine's kind (default: retrieval,encoders,eval,dev)
 #   TORCH_INDEX_URL   package index to take torch and torchvision from. On plain PyPI torch for Linux brings gigabytes of
 #                     CUDA libraries; to get the CPU build, name PyTorch's CPU index here (https://pytorch.org shows it).
 # Safe to run twice, at once, and after an install that was interrupted.
@@ -22,6 +23,7 @@ pinned() { sed -n "s/.*\"\($1==[^\"]*\)\".*/\1/p" pyproject.toml | head -n 1; }
 say() { echo "setup: $*" >&2; }
 
 venv=${VENV:-.venv}
+extras=${CHUNKCACHE_EXTRAS:-retrieval,encoders,page,eval,dev}
 sglang=sglang==${SGLANG_VERSION:-0.5.23} # the newest that launch/matrix.sh finds green
 
 find_python() {
@@ -59,7 +61,7 @@ if [[ $kind != cpu && $kind != cuda ]]; then
     exit 2
 fi
 
-stamp="$kind $sglang $(cat pyproject.toml launch/setup.sh | sha256sum | cut -d' ' -f1)"
+stamp="$kind $sglang $extras $(cat pyproject.toml launch/setup.sh | sha256sum | cut -d' ' -f1)"
 is_done() { [[ -x $venv/bin/python && $(cat "$venv/setup.stamp" 2>/dev/null) == "$stamp" ]]; }
 if is_done; then exit 0; fi
 
@@ -79,7 +81,7 @@ fi
 
 if [[ $kind == cuda ]]; then
     say "NVIDIA GPU: the CUDA packages are large, this takes 10 to 20 minutes"
-    pip_install "$sglang" -e '.[cuda,retrieval,encoders,eval,dev]'
+    pip_install "$sglang" -e ".[cuda,$extras]"
 else
     say "no NVIDIA GPU: the CPU packages, 3 to 10 minutes"
     if [[ -n ${TORCH_INDEX_URL:-} ]]; then
@@ -102,7 +104,7 @@ for asked in map(Requirement, requires("sglang")):
     if (asked.marker is None or asked.marker.evaluate({"extra": ""})) and not asked.name.startswith("torch"):
         print(f"{asked.name}{asked.specifier}")
 PY
-    pip_install -c "$venv/sglang.constraints" -e '.[cpu,retrieval,encoders,page,eval,dev]'
+    pip_install -c "$venv/sglang.constraints" -e ".[cpu,$extras]"
     pip_install -c "$venv/sglang.constraints" --no-deps flashinfer-python # compiled and checked without a GPU, too
 fi
 say "compiling"

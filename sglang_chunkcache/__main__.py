@@ -11,6 +11,7 @@ import runpy
 import sys
 
 from retrieval import command_line
+from sglang_chunkcache import __version__
 
 SCRIPT = "sglang-chunkcache"
 COMMANDS = {
@@ -30,6 +31,9 @@ def main() -> None:
         lines = [f"  {name:<12} {summary}" for name, (_, summary) in COMMANDS.items()]
         print(f"usage: {SCRIPT} COMMAND [options]", "", "commands:", *lines, sep="\n")
         sys.exit(0 if name else 2)
+    if name == "--version":
+        print(SCRIPT, __version__)
+        sys.exit(0)
     if name not in COMMANDS:
         sys.exit(_unknown(name))
     command_line.started_as = f"{SCRIPT} {name}"

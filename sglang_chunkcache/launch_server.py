@@ -15,6 +15,7 @@ import argparse
 import dataclasses
 import os
 import signal
+import socket
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -287,6 +288,8 @@ def _run(
 ) -> None:
     """`shown` is closed once the server is ready."""
     server_args = prepare(flags, stock=stock, fail=fail)
+    if server_args.node_rank == 0:
+        _check_port(server_args.host, server_args.port, fail)
     if not stock:
         _check_hooks(fail)
     from sglang.srt.entrypoints.http_server import launch_server
@@ -325,6 +328,17 @@ def _say(line: str) -> None:
 def _end(*_: object) -> NoReturn:
     """By way of `finally`: what has started already ignores the signal."""
     sys.exit(128 + signal.SIGTERM)
+
+
+def _check_port(host: str, port: int, fail: Callable[[str], NoReturn]) -> None:
+    """SGLang finds out once the model is loaded, and what it asks then another server answers."""
+    try:
+        (family, kind, *_, address), *_ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as error:
+        fail(f"--host {host} --port {port}: {error.strerror}")
 
 
 def _check_hooks(fail: Callable[[str], NoReturn]) -> None:

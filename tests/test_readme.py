@@ -14,6 +14,7 @@ import pytest
 from eval.roofline.command import summary_rows
 from sglang_chunkcache.config import flag_fields, flag_name, help_texts
 from sglang_chunkcache.front.guard.lethal import REQUEST_RULES, SAMPLING_RULES, SEEN
+from sglang_chunkcache.front.metrics import FIGURES
 from sglang_chunkcache.wire.report import Fallback
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -58,7 +59,38 @@ def roofline_rows() -> list[str]:
     return [f"| {' | '.join(map(str, line))} |" for line in lines]
 
 
+def metric_rows() -> list[str]:
+    """A table with a row per metric, whoever makes it."""
+    pytest.importorskip("torch")
+    from sglang_chunkcache.fusion import keeping
+    from sglang_chunkcache.scheduler import host_metrics, waiting
+    from sglang_chunkcache.storage import metrics as storage
+
+    rows = ["| metric, after `chunkcache:` | labels | what it says |", "|---|---|---|"]
+    ends = {"Counter": "_total", "Summary": "_sum`, `_count"}
+    for name, (kind, labels, text) in FIGURES.items():
+        rows.append(row(name + ends.get(kind, ""), labels.split(), text))
+    for prefix, gauges, counters, labels in (
+        ("", {}, waiting.COUNTERS, ""),
+        ("host_", host_metrics.GAUGES, host_metrics.COUNTERS, ""),
+        ("store_", keeping.GAUGES, {}, ""),
+        ("storage_", storage.GAUGES, storage.COUNTERS, "tier"),
+    ):
+        made = {name: told[-1] for name, told in gauges.items()}
+        made |= {f"{name}_total": told[-1] for name, told in counters.items()}
+        for name, text in made.items():
+            last = [label for label in ("kind", "reason") if f"by {label}" in text]
+            rows.append(row(prefix + name, [*labels.split(), *last], text))
+    return rows
+
+
+def row(name: str, labels: list[str], text: str) -> str:
+    told = text.replace("|", r"\|")
+    return f"| `{name}` | {', '.join(f'`{label}`' for label in labels)} | {told} |"
+
+
 TABLES = {
+    "metrics": (ROOT / "sglang_chunkcache" / "front" / "README.md", metric_rows),
     "guard": (ROOT / "sglang_chunkcache" / "front" / "README.md", guard_rows),
     "flags": (ROOT / "sglang_chunkcache" / "front" / "README.md", flag_rows),
     "roofline": (ROOT / "eval" / "README.md", roofline_rows),
@@ -83,6 +115,13 @@ def test_generated_table_is_that_of_the_code(name: str) -> None:
     page, rows = TABLES[name]
     text = page.read_text(encoding="utf-8")
     assert text == generated(text, name, rows()), "python tests/test_readme.py writes it anew"
+
+
+def test_no_other_rank_tells_metrics() -> None:
+    """What a new tier tells is in no table unless `metric_rows` knows it."""
+    sources = [path.read_text() for path in sorted((ROOT / "sglang_chunkcache").rglob("*.py"))]
+    prefixes = {name for text in sources for name in re.findall(r'"(chunkcache:[a-z_]*)"', text)}
+    assert prefixes == {f"chunkcache:{name}" for name in ("", "host_", "store_", "storage_")}
 
 
 def test_every_fallback_is_explained() -> None:

@@ -13,6 +13,7 @@ from operator import add
 from typing import Any
 
 from eval.progress import Bar
+from eval.replay.breakdown import Breakdown
 from eval.replay.exact import Replay
 from eval.replay.grid import Cell
 from eval.replay.overlap import Overlap, Recurrence, Seen
@@ -129,6 +130,7 @@ class ReplayCell:
     Args:
         replay: what serves the requests instead of the cell's `Replay`: it has the same `step`,
             which returns `counts`.
+        breakdown: what a page shows, as `breakdown` in the sample.
     """
 
     def __init__(
@@ -139,9 +141,11 @@ class ReplayCell:
         warm_up: int,
         replay: Any = None,
         counts: Sequence[str] = (*CHUNK_COUNTS, *TOKEN_COUNTS, *HOST_COUNTS.values()),
+        breakdown: Breakdown | None = None,
     ) -> None:
         self._cell, self._facts = cell, facts
         self._replay = Replay(cell.settings) if replay is None else replay
+        self._breakdown = breakdown
         # A copy, since every cell counts down from the same facts.
         self._turns_left = dict(facts.num_turns)
         self._bins = Bins(counts, warm_up=warm_up)
@@ -154,8 +158,9 @@ class ReplayCell:
         if conversation in self._turns_left:
             self._turns_left[conversation] -= 1
             is_last_turn = not self._turns_left[conversation]
+        chunks = request.chunks[: self._cell.k]
         count = self._replay.step(
-            request.chunks[: self._cell.k],
+            chunks,
             conversation,
             is_last_turn=is_last_turn,
             head=request.head,
@@ -163,6 +168,8 @@ class ReplayCell:
         # A turn without chunks is in no bin; serving it ends its conversation when it is the last.
         if count.num_chunks:
             self._bins.add(count)
+            if self._breakdown is not None:
+                self._breakdown.step(request, chunks, count=count, found=self._replay.found)
 
     @property
     def sample(self) -> Sample:
@@ -182,6 +189,7 @@ class ReplayCell:
             **{name: None if name in unknown else bins[name] for name in bins if name in names},
             **({"host": stats._asdict()} if stats else {}),
             **({"ranks": replay.figures} if isinstance(replay, RanksReplay) else {}),
+            **({"breakdown": self._breakdown.sample} if self._breakdown else {}),
             "num_evicted": replay.num_evicted,
             "peak_nodes": replay.peak_nodes,
             "peak_tokens": replay.peak_tokens if self._facts.has_lengths else None,

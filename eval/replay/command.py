@@ -9,6 +9,7 @@ and eviction policy.
     ... --reuse fused --model-shape M --machine X     times to first token by arithmetic (timed.py)
     ... --days documents --eviction lru reused        three days, each with new documents (days.py)
     python -m eval replay --generate 1000000 ...      no data at hand
+    python -m eval replay --log FILE --html page.html a log of model calls (eval/logs), drawn
 
 Needs Python alone, no model and no server. The trace format is in eval/replay/trace.py and in
 `--help`.
@@ -20,23 +21,31 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from eval.errors import CommandError
+from eval.logs import openai, spans
+from eval.logs.log_file import LogFile, unread_text
+from eval.logs.passages import BYTES_PER_TOKEN, Passages, Splitter
 from eval.progress import progress
 from eval.replay import days, generated
 from eval.replay import trace as trace_format
-from eval.replay.cells import ReplayCell, TraceCell, measure
+from eval.replay.breakdown import Breakdown
+from eval.replay.cells import ReplayCell, Sample, TraceCell, measure
 from eval.replay.eviction_queue import EVICTION_POLICIES
 from eval.replay.exact import ADMISSION_POLICIES, DEDUP_POLICIES
 from eval.replay.fused_cell import FusedCell, add_options, server_config
 from eval.replay.generated import GeneratedTrace, PooledTrace, SysXTrace
-from eval.replay.grid import AXES, Cell, comparison, derived_capacities, grid
+from eval.replay.grid import AXES, Cell, baseline_of, comparison, derived_capacities, grid
+from eval.replay.mistakes import MistakeCell, mistakes_of
 from eval.replay.offloading import HOST_ADMISSIONS
+from eval.replay.page import About, write_page
 from eval.replay.ranks import RanksReplay
 from eval.replay.summary import MIN_BLOCKS, summarize
+from eval.replay.survey import Survey, survey
 from eval.replay.timed import (
     ARMS,
     TimedArm,
@@ -49,10 +58,14 @@ from eval.run import Run, new_folder
 from eval.task import TASKS, Source, load_task, requests_of
 from radix_ext import ORDER_POLICIES, TAIL_POLICIES, CallerError, Chunk, ChunkId
 from retrieval.command_line import Parser
+from retrieval.errors import RetrievalError
+from retrieval.tokens import load_tokens
 from sglang_chunkcache import ChunkCacheConfig
 
 BLOCK = 50
 IN_FLIGHT_PER_RANK = 16
+SMALL_POOL = 20_000
+"""Tokens, or 256 times as many as chunks: no server has less, so a page draws no smaller cache."""
 MAX_BLOCKS = 1000
 """More do not make an interval more exact, but slower to compute."""
 WORLD_REQUESTS = 1000
@@ -60,7 +73,7 @@ WORLD_REQUESTS = 1000
 of a data set all are used."""
 Trace = Iterable[TraceRequest]
 """Iterated several times: for the facts, and for each cell."""
-Create = Callable[[], TraceCell | ReplayCell | TimedArm]
+Create = Callable[[], TraceCell | ReplayCell | TimedArm | MistakeCell]
 
 
 def main(argv: Sequence[str]) -> int:
@@ -72,6 +85,7 @@ def main(argv: Sequence[str]) -> int:
         facts = scan(_with_bar(trace))
         is_timed = options.machine is not None or options.model_shape is not None
         measured = (_timed if is_timed else _measured)(options, facts, trace)
+        told = _drawn(options, facts, trace, measured) if options.html else None
         if options.warm_up >= facts.num_counted:
             raise CommandError(
                 f"--warm-up {options.warm_up} leaves none of {facts.num_counted} requests to"
@@ -79,9 +93,15 @@ def main(argv: Sequence[str]) -> int:
             )
         options.block = _block(options.block, facts.num_counted - options.warm_up)
         folder = options.out or new_folder("replay")
-        spec = {**vars(options), "json": None, "trace_sha256": facts.sha256}
+        unread = {"unread": trace.unread} if isinstance(trace, LogFile) else {}
+        spec = {**vars(options), "json": None, "html": bool(options.html) or None}
+        spec["trace_sha256"] = facts.sha256
         summary = partial(summarize_timed if is_timed else summarize, spec)
-        with Run(folder, kind="replay", spec=spec, summarize=summary) as run:
+
+        def results_of(taken: Sequence[Sample]) -> dict[str, Any]:
+            return summary(taken) | unread
+
+        with Run(folder, kind="replay", spec=spec, summarize=results_of) as run:
             todo = {key: create for key, create in measured.items() if key not in run}
             with progress("replay", len(todo) * facts.num_requests) as bar:
                 for key, create in todo.items():
@@ -89,14 +109,17 @@ def main(argv: Sequence[str]) -> int:
             results = run.results()
     except CallerError as error:
         raise CommandError(str(error)) from None
+    if told is not None:
+        is_estimated = options.log is not None and options.tokenizer is None
+        about = About(_source(options), told, facts.distinct_chunks, is_estimated, options.worth)
+        write_page(options.html, results, about)
     if options.json:
         print(json.dumps(results))
     else:
-        print(
-            "\n".join(
-                [*map(_text, results["tables"]), "", *results["verdict"], "", f"record: {folder}"]
-            )
-        )
+        said = [*map(_text, results["tables"]), "", *results["verdict"], ""]
+        said += [*unread_text(results["unread"]), ""] if unread else []
+        said += [f"page: {options.html}"] if options.html else []
+        print("\n".join([*said, f"record: {folder}"]))
     return 0
 
 
@@ -109,11 +132,15 @@ def _parser() -> argparse.ArgumentParser:
             " with capacity for a quarter and an eighth of the distinct chunks; for conversations"
             " also stock with an application that leaves out chunks already shown."
         ),
-        epilog=f"{trace_format.__doc__}\n{generated.__doc__}",
+        epilog="\n".join(
+            str(each.__doc__) for each in (trace_format, openai, spans, generated)
+        ),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--trace", type=Path, help="JSON Lines, plain or .gz; format below")
+    text = "JSON Lines of model calls, plain or .gz: OpenAI requests, spans, our handlers' lines"
+    source.add_argument("--log", type=Path, help=text)
     source.add_argument(
         "--generate", metavar="N", type=_at_least(1), help="N made requests; parameters below"
     )
@@ -136,6 +163,16 @@ def _parser() -> argparse.ArgumentParser:
     add("--components", type=Path, help="lengths by chunk id, as RAGPulse has them; format below")
     text = f"use only the first N requests; default: all, of task world {WORLD_REQUESTS}"
     add("--max-requests", type=_at_least(1), help=text)
+    text = (
+        "what stands between passages in a message of --log, a regular expression; what is before"
+        " the first and after the last one is no passage, unless --between says where all stand"
+    )
+    add("--separator", metavar="REGEX", help=text)
+    text = "the texts before and after all passages of a message, regular expressions"
+    add("--between", nargs=2, metavar="REGEX", help=text)
+    text = f"words, a tokenizer.json, a model's name; default: {BYTES_PER_TOKEN} bytes are a token"
+    add("--tokenizer", help=f"counts the tokens of --log: {text}")
+    add("--html", type=Path, help="draw the results as a page in this file")
     add("--seed", type=int, default=0, help="of made requests; default: %(default)s")
     text = (
         "three days of the trace, each with other documents, or another system prompt; topics: half"
@@ -231,6 +268,10 @@ def _trace(options: argparse.Namespace) -> Trace:
         raise CommandError("--data requires --task; --trace names a trace")
     if options.components is not None and options.trace is None:
         raise CommandError("--components requires --trace")
+    if options.log is not None:
+        return _log(options)
+    if options.separator or options.between or options.tokenizer:
+        raise CommandError("--separator, --between and --tokenizer require --log")
     if options.trace is not None:
         return TraceFile(
             options.trace, max_requests=options.max_requests, components=options.components
@@ -249,6 +290,18 @@ def _trace(options: argparse.Namespace) -> Trace:
             k = max(options.k or [usual_k])
             return make(num_requests, k=k, seed=options.seed, **more)
     return _task_requests(options)
+
+
+def _log(options: argparse.Namespace) -> LogFile:
+    if options.between and not options.separator:
+        raise CommandError("--between requires --separator")
+    splitter = Splitter(options.separator, options.between) if options.separator else None
+    try:
+        tokens = load_tokens(options.tokenizer) if options.tokenizer else None
+    except RetrievalError as error:
+        raise CommandError(str(error)) from None
+    passages = Passages(splitter, tokens and (lambda text: len(tokens.offsets(text))))
+    return LogFile(options.log, passages, max_requests=options.max_requests)
 
 
 def _of_days(options: argparse.Namespace, trace: Trace) -> Trace:
@@ -329,6 +382,45 @@ def _measured(options: argparse.Namespace, facts: TraceFacts, trace: Trace) -> d
             f"fused/{cell.key}": partial(FusedCell, cell, facts, options, config) for cell in cells
         }
     return found
+
+
+def _drawn(
+    options: argparse.Namespace, facts: TraceFacts, trace: Trace, measured: dict[str, Create]
+) -> Survey:
+    """Adds what a page shows to what is measured: breakdowns of stock and ours with the first
+    limited capacity that a server could have, or none, and the mistakes."""
+    if options.days or options.ranks > 1 or options.reuse != "exact" or options.model_shape:
+        raise CommandError("--html goes without --days, --ranks, --reuse and --model-shape")
+    cells = _cells(options, facts)
+    ours = [cell for cell in cells if cell.order == "tree"]
+    limited = [
+        cell
+        for cell in ours
+        if cell.capacity_tokens >= (1 if options.capacity_tokens else SMALL_POOL)
+        or cell.capacity >= SMALL_POOL // 256
+    ]
+    mine = next(iter([*limited, *ours]), None)
+    labels = [{"cell": cell.label} for cell in cells]
+    stock = None if mine is None else baseline_of(mine.label, labels)
+    if mine is None or stock is None:
+        raise CommandError("--html draws the comparison: leave the settings of the grid out")
+    told, theirs = survey(trace), Cell(**stock["cell"])
+    for cell in (theirs, mine):
+        drawn = Breakdown(told, by_tokens=facts.has_lengths, warm_up=options.warm_up)
+        measured[cell.key] = partial(
+            ReplayCell, cell, facts, warm_up=options.warm_up, breakdown=drawn
+        )
+    for mistake in mistakes_of(told)[0]:
+        served = replace(theirs, dedup=theirs.dedup and "off") if mistake.by_stock else mine
+        measured[f"mistake/{mistake.name}"] = partial(
+            MistakeCell, mistake, served, facts, warm_up=options.warm_up
+        )
+    return told
+
+
+def _source(options: argparse.Namespace) -> str:
+    path = options.log or options.trace
+    return path.name if path else f"task {options.task}" if options.task else "made requests"
 
 
 def _replay_cell(cell: Cell, facts: TraceFacts, options: argparse.Namespace) -> ReplayCell:

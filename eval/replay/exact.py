@@ -164,6 +164,8 @@ class Replay:
 
     def __init__(self, settings: ReplaySettings) -> None:
         self.num_evicted = self.peak_nodes = self.peak_tokens = 0
+        self.found: tuple[Chunk, ...] = ()
+        """Of the last request: found cached, or dropped, since its conversation has shown them."""
         self._num_loaded = self._loaded_tokens = 0
         self._settings = settings
         self._is_limited = settings.capacity is not None or settings.capacity_tokens is not None
@@ -286,6 +288,7 @@ class Replay:
         )
         self._note_time((perf_counter() - start) * 1e6)
         held_len, held_tokens = ordering.held_len, ordering.held_tokens
+        self.found = ordering.chunks[:held_len]
         if settings.padded:
             held_tokens = _tokens(ordering.chunks[:held_len])
         return ordering.chunks, RequestCount(
@@ -307,6 +310,7 @@ class Replay:
         returns the history with the turn's own chunks."""
         shown = {chunk.id for chunk in history.chunks} if self._settings.dedup == "shown" else ()
         fresh = [chunk for chunk in request if chunk.id not in shown]
+        self.found = tuple(chunk for chunk in request if chunk.id in shown)
         lost = history.chunks[len(self._held(history.chain(conversation), namespace)) :]
         num_tokens, num_dropped = _tokens(request), len(request) - len(fresh)
         dropped_tokens = num_tokens - _tokens(fresh)

@@ -71,6 +71,12 @@ def summarize(spec: Mapping[str, Any], samples: Sequence[Sample]) -> dict[str, A
         results["tables"].append(_density_table(density))
     if fused:
         results |= {"fused": fused, "tables": [*results["tables"], fused_table(fused)]}
+    if drawn := [sample for sample in samples if "breakdown" in sample]:
+        drawn.sort(key=lambda sample: sample["cell"]["order"] == "tree")  # ours is the second
+        results["page"] = {
+            "replays": [{"cell": one["cell"], **one["breakdown"]} for one in drawn],
+            "mistakes": [sample for sample in samples if "mistake" in sample],
+        }
     if spec.get("days") and cells:
         measured = [sample for sample in samples if "cell" in sample or "fused" in sample]
         results["days"] = days.windows(measured, share)

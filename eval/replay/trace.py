@@ -50,6 +50,29 @@ from radix_ext import Chunk, ChunkId
 T = TypeVar("T")
 
 
+class Logged(NamedTuple):
+    """What a log tells of a request that a trace does not; texts as digests (eval/logs).
+
+    `front` is all text before the first chunk if ours serves the chunks, `plain_front` without its
+    times and ids; `text_front` all text before the first passage in the prompt as it was logged;
+    `plain_chunks` the chunks without ranks and scores in them. None: not told.
+    """
+
+    front: str
+    plain_front: str
+    plain_chunks: tuple[Chunk, ...]
+    text_front: str | None = None
+    model: str = ""
+    question: str | None = None
+    user: str | None = None
+    salt: str | None = None
+
+    def head(self, front: str | None = None) -> str:
+        """Of the request, or with another front. Tenants share nothing."""
+        front = self.front if front is None else front
+        return front if self.salt is None else f"{front}\0{self.salt}"
+
+
 class TraceRequest(NamedTuple):
     """One line: distinct chunks in retriever order, each of 1 token if the line has no lengths.
     None: not given."""
@@ -62,6 +85,7 @@ class TraceRequest(NamedTuple):
     question_tokens: int | None = None
     system_tokens: int | None = None
     output_tokens: int | None = None
+    logged: Logged | None = None
 
 
 @dataclass(slots=True)
@@ -177,11 +201,12 @@ class TraceFile:
         conversation, head = (
             _given(name_of, row, name, where) for name in ("conversation", "head")
         )
-        counts = (
+        question, system, output = (
             _given(count_of, row, f"{name}_tokens", where)
             for name in ("question", "system", "output")
         )
-        return TraceRequest(chunks, has_lengths, timestamp, conversation, head, *counts)
+        said = (conversation, head, question, system, output)
+        return TraceRequest(chunks, has_lengths, timestamp, *said)
 
     def _chunks(self, row: Row, where: str) -> tuple[tuple[Chunk, ...], bool]:
         """The distinct chunks of one line, and whether their lengths are known."""

@@ -83,6 +83,16 @@ def capacity_name(cell: Mapping[str, Any]) -> str:
     return f"capacity for {cell['capacity']:,} chunks" if cell["capacity"] else "unlimited capacity"
 
 
+def replay_name(cell: Mapping[str, Any]) -> str:
+    """Of a replay in the retriever's order, for people."""
+    name = "stock SGLang" if is_stock(cell) else "the retriever's order"
+    return (
+        f"{name} with an application that leaves out chunks already shown"
+        if cell["dedup"] == "shown"
+        else name
+    )
+
+
 class _Verdict:
     def __init__(self, results: Results, worth: float) -> None:
         self._cells: Sequence[Results] = results["cells"]
@@ -142,7 +152,7 @@ class _Verdict:
         which does not need our plugin."""
         cell = contrast["cell"]
         return (
-            f"{self._start(cell)}: {_name(cell)} saves {self._value(self._of(cell))} of"
+            f"{self._start(cell)}: {replay_name(cell)} saves {self._value(self._of(cell))} of"
             f" {_WHAT[self._unit]}, {self._value(self._stock(cell))} without that: deduplication"
             f" alone gains {_points(contrast)}."
         )
@@ -157,7 +167,7 @@ class _Verdict:
         halves = [f"{other['saved_in_second_half'][self._unit]:.1%}" for other in (stock, ours)]
         verb = "saves" if "reduction" in ours else "finds"
         return (
-            f"{self._start(cell)}: {_name(stock['cell'])} {verb} {self._value(stock)} of"
+            f"{self._start(cell)}: {replay_name(stock['cell'])} {verb} {self._value(stock)} of"
             f" {_WHAT[self._unit]}{also}, ours {self._value(ours)}; difference"
             f" {_points(contrast)}{to_craft}. Second half alone: {halves[0]} and {halves[1]}."
         )
@@ -241,15 +251,6 @@ class _Verdict:
     def _start(self, cell: Results) -> str:
         where = self._where(cell)
         return where[0].upper() + where[1:]
-
-
-def _name(cell: Mapping[str, Any]) -> str:
-    name = "stock SGLang" if is_stock(cell) else "the retriever's order"
-    return (
-        f"{name} with an application that leaves out chunks already shown"
-        if cell["dedup"] == "shown"
-        else name
-    )
 
 
 def _points(contrast: Mapping[str, Any]) -> str:

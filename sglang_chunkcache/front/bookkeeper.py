@@ -103,7 +103,7 @@ class Bookkeeper:
     @contextmanager
     def begin(self, rag: RagRequest) -> Iterator[RagRequest]:
         """Count the request, take what it takes, and give that back at the end of the block."""
-        planned, rag.began_s = rag.planned, self._clock()
+        planned = rag.planned
         # First: the counts that spans_of reads are to include this request.
         self._count_request(planned)
         spans = self.spans_of(planned)
@@ -173,9 +173,7 @@ class Bookkeeper:
         is_over = (meta.get("finish_reason") or {}).get("type") in ("stop", "length")
         has_tokens = meta.get("completion_tokens", 0) > 0
         if not rag.is_answered and (has_tokens or is_over):
-            rag.is_answered = True
-            if has_tokens and not meta.get("finish_reason"):  # else it need not be the first output
-                rag.ttft_s = self._clock() - rag.began_s
+            rag.is_answered, rag.answered_at = True, time.perf_counter()
             was_heard = text is not None or self._config.is_stock
             self._book_answer(rag, answer, meta, was_heard=was_heard)
         if index == 0:
@@ -247,8 +245,7 @@ class Bookkeeper:
             self.metrics.count("chunks", kind, amount)
 
     def _end(self, rag: RagRequest) -> None:
-        outcome = "finished" if rag.is_complete else "aborted"
-        self.metrics.count("requests", "refused" if rag.is_refused else outcome)
+        self.metrics.count("requests", rag.outcome)
         if rag.is_answered:
             mirror = self.mirrors[rag.served_by or 0]
             mirror.ended(rag.planned, rag.num_cached or 0, len(rag.output_ids))

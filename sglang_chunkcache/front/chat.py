@@ -24,6 +24,7 @@ from sglang_chunkcache.front.answer import answer
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
 from sglang_chunkcache.front.engine import Engine
 from sglang_chunkcache.front.request import Planned, RagRequest
+from sglang_chunkcache.front.request_log import log_refusal
 
 DONE = "data: [DONE]\n\n"
 
@@ -122,9 +123,9 @@ class RagServingChat(OpenAIServingChat):  # type: ignore[misc]
         # Refused before it began: the bookkeeper counts all others, however they end.
         is_error = isinstance(response, ORJSONResponse) and response.status_code >= 400
         if is_error and rag.plan is None:
-            self._bookkeeper.metrics.count(
-                "requests", "refused" if response.status_code < 500 else "aborted"
-            )
+            outcome = "refused" if response.status_code < 500 else "aborted"
+            self._bookkeeper.metrics.count("requests", outcome)
+            log_refusal(outcome, response.status_code)
         return response
 
     def extract_routed_dp_rank_from_header(

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
 from fastapi import Request
 from sglang.srt.managers.io_struct import GenerateReqInput, GetInternalStateReq
+from sglang.srt.observability.trace import get_global_tracing_enabled
 
-from sglang_chunkcache.errors import ChunkCacheError, RequestError
+from sglang_chunkcache.errors import BusyError, ChunkCacheError, RequestError
 from sglang_chunkcache.front.audit import Auditor, Check
 from sglang_chunkcache.front.bookkeeper import Bookkeeper
 from sglang_chunkcache.front.request import Planned, RagRequest
+from sglang_chunkcache.front.request_log import is_logged, log_request
+from sglang_chunkcache.front.tracing import traced
 from sglang_chunkcache.wire.message import decode, encode
 from sglang_chunkcache.wire.report import Explanation
 from sglang_chunkcache.wire.spans import RequestSpans
@@ -34,6 +38,9 @@ from sglang_chunkcache.wire.state import (
 
 logger = logging.getLogger(__name__)
 
+STATES_S, LAST_STATES_S = 60.0, 2.0
+"""How long the ranks' states are waited for, which come between two forwards;
+and once the server is about to end."""
 MAX_PREFETCHES = 16
 """Requests that ranks are told to load for at once.
 More are let be: SGLang sends one message at a time, operators' as well."""
@@ -50,6 +57,7 @@ class Engine:
         self._prefetching: set[asyncio.Future[None]] = set()
         self._reading: asyncio.Future[None] | None = None
         self._warned = set[str]()
+        self._late: asyncio.Future[Any] | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._manager, name)
@@ -67,8 +75,12 @@ class Engine:
         request that does not stream are handed out when it is over, since SGLang reads only the
         first."""
         incremental = bool(obj.stream and self._manager.incremental_streaming_output)
-        whole = []
+        rag.streams, whole = bool(obj.stream), []
         with self._bookkeeper.begin(rag), ExitStack() as over:
+            if get_global_tracing_enabled():
+                over.enter_context(traced(rag, obj, raw_request))
+            if is_logged():
+                over.callback(log_request, rag, obj)
             listener = self.auditor.listen(rag, obj)
             if listener is not None:
                 # A request that is given up is over, too.
@@ -101,8 +113,23 @@ class Engine:
             yield output
 
     async def states(self) -> list[RankState] | None:
-        """What every rank says of itself, by rank. None: one runs without the chunk cache."""
-        found = await self._manager.get_internal_state()
+        """What every rank says of itself, by rank. None: one runs without the chunk cache.
+
+        Raises:
+            BusyError: they do not answer, as where the server ends: SGLang's own waiting has no
+                end, and would hold up that.
+        """
+        if self._late is not None and not self._late.done():
+            raise BusyError("a rank does not answer")
+        asked = asyncio.ensure_future(self._manager.get_internal_state())
+        begun = time.monotonic()
+        # never cancelled: SGLang's communicator does not bear that
+        while not (await asyncio.wait({asked}, timeout=0.5))[0]:
+            limit_s = LAST_STATES_S if self._manager.gracefully_exit else STATES_S
+            if time.monotonic() - begun > limit_s:
+                self._late = asked
+                raise BusyError("a rank does not answer")
+        found = asked.result()
         if any(STATE_KEY not in state for state in found):
             return None
         return _decoded(state[STATE_KEY] for state in found)

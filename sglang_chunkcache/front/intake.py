@@ -36,7 +36,14 @@ from sglang_chunkcache.front.prompt import (
     begun_answer,
     turn_start,
 )
-from sglang_chunkcache.front.request import Draft, Identity, Options, Passage, Planned
+from sglang_chunkcache.front.request import (
+    Draft,
+    Identity,
+    Options,
+    Passage,
+    Planned,
+    Timeline,
+)
 from sglang_chunkcache.front.search import Retrieval, chunks_of
 
 if TYPE_CHECKING:
@@ -92,8 +99,9 @@ class Intake:
             hints: it will run, so its rank may load what it will probably need of the storage while
                 a reranker works.
         """
+        timeline = Timeline()
         body = await json_object(raw_request, self._config)
-        return await self._chat(body, raw_request, hints=hints)
+        return await self._chat(body, raw_request, timeline, hints=hints)
 
     async def hint(self, raw_request: Request) -> Planned:
         """A chat completion that may come: what is known of it,
@@ -119,10 +127,10 @@ class Intake:
         if isinstance(messages, list) and not is_searched and _lacks_question(body, messages):
             # else the chunks would stand in front of a question that is answered already
             body["messages"] = [*messages, UNKNOWN]
-        return (await self._chat(body, raw_request, hints=False))[1]
+        return (await self._chat(body, raw_request, Timeline(), hints=False))[1]
 
     async def _chat(
-        self, body: dict[str, Any], raw_request: Request, *, hints: bool
+        self, body: dict[str, Any], raw_request: Request, timeline: Timeline, *, hints: bool
     ) -> tuple[ChatCompletionRequest, Planned]:
         refuse_misspelt(
             body, ours=RagFields.model_fields, theirs=ChatCompletionRequest.model_fields
@@ -162,6 +170,7 @@ class Intake:
                 claimed_history(messages, settings),
                 start=start,
             )
+        timeline.ended("read")
         options = Options(
             max_new_tokens=request.max_completion_tokens or request.max_tokens,
             length_field="max_completion_tokens" if request.max_completion_tokens else "max_tokens",
@@ -170,6 +179,7 @@ class Intake:
             is_denied=fields.is_denied(self._config),
             requires_history=fields.history is not None,
             num_answers=request.n,
+            timeline=timeline,
         )
         drafted = partial(
             self._parts.drafter.chat,
@@ -183,7 +193,7 @@ class Intake:
 
         async def hint(candidates: list[Hit]) -> None:
             chunks = chunks_of(candidates)
-            draft = partial(drafted, chunks, options=options)
+            draft = partial(drafted, chunks, options=replace(options, timeline=Timeline()))
             texts = (messages, chunks, *earlier.values())
             with suppress(ChunkCacheError):  # the request itself will say so
                 self._parts.engine.prefetch(await self._plan(raw_request, draft, texts))
@@ -198,6 +208,7 @@ class Intake:
                 fields.retrieve, searched, "retrieve.", raw_request, hint if is_hinted else None
             )
             passages, options = found.chunks, replace(options, retrieval=found.answer())
+            timeline.ended("retrieve")
         draft = partial(drafted, passages, options=options)
         try:
             # what was sent is counted by now; a search adds what it finds
@@ -223,6 +234,7 @@ class Intake:
 
     async def generate(self, raw_request: Request) -> tuple[GenerateIn, Planned]:
         """A prompt of `parts`."""
+        timeline = Timeline()
         raw = await json_object(raw_request, self._config)
         # `parse` would call `messages` no field here, and not say where the chunks belong
         for i in _taken_chunks(raw):
@@ -253,8 +265,10 @@ class Intake:
             logprob_start=body.logprob_start_len
             if body.return_logprob and body.logprob_start_len >= 0
             else None,
+            timeline=timeline,
         )
         identity = _identity(raw_request, body)
+        timeline.ended("read")
         draft = partial(self._parts.drafter.parts, parts, identity=identity, options=options)
         planned = await self._plan(raw_request, draft, parts)
         # SGLang says so only when the request runs, in a stream behind a status of 200
@@ -321,7 +335,10 @@ class Intake:
             num_chars=_num_chars(texts),
             is_gone=raw_request.is_disconnected,
         )
-        return self._parts.planner.plan(made)
+        made.options.timeline.ended("draft")
+        planned = self._parts.planner.plan(made)
+        made.options.timeline.ended("plan")
+        return planned
 
     def _openai_request(self, body: dict[str, Any]) -> ChatCompletionRequest:
         # `serve` puts the planned prompt there, and a client's would be overwritten

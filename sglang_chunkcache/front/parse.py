@@ -35,6 +35,9 @@ MAX_NAMES, MAX_NAME_CHARS = 50, 40
 SIMILARITY = 0.8
 """Of two names, from which one is taken for the other misspelt:
 `chunk` and `chunks` have .91, `store` and `order` .6."""
+OTHERS_NAMES = ("documents", "contexts", "context", "passages")
+"""What other servers and frameworks call chunks."""
+A_CHUNK = '; a chunk is {"text": "...", "id": "..."}, the id optional'
 REASONS = {
     "missing": "is missing",
     "extra_forbidden": "is no field here",
@@ -82,14 +85,14 @@ def parse(model: type[Model], body: dict[str, Any]) -> Model:
         shown = [
             place for place in reasons if len(branches[place]) == widest or branches[place] == {""}
         ][:MAX_ERRORS]
-        raise RequestError(
-            "; ".join(f"{place}: {' or '.join(reasons[place])}" for place in shown)
-        ) from None
+        told = "; ".join(f"{place}: {' or '.join(reasons[place])}" for place in shown)
+        is_chunk = re.search(r"\bchunks\b", " ".join(shown))
+        raise RequestError(told + A_CHUNK * bool(is_chunk)) from None
 
 
-def refuse_misspelt(body: Iterable[str], ours: Iterable[str], theirs: Iterable[str]) -> None:
-    """Raise RequestError for a name that is neither `ours` nor `theirs` and looks like one of ours.
-    Others pass."""
+def refuse_misspelt(body: Collection[str], ours: Iterable[str], theirs: Iterable[str]) -> None:
+    """Raise RequestError for a name that is neither `ours` nor `theirs` and looks like one of ours,
+    or is what others call chunks where there are none. Others pass."""
     # `conversationId` and `re_use` differ from ours in other signs only
     by_letters = {_letters(name): name for name in ours}
     known = {*by_letters.values(), *theirs}
@@ -97,6 +100,10 @@ def refuse_misspelt(body: Iterable[str], ours: Iterable[str], theirs: Iterable[s
     for name in islice(others, MAX_NAMES):
         if meant := get_close_matches(_letters(name), by_letters, n=1, cutoff=SIMILARITY):
             raise RequestError(f"{name}: is no field here; did you mean {by_letters[meant[0]]}?")
+    if "chunks" in by_letters and not {"chunks", "retrieve"} & {*body}:
+        for name in OTHERS_NAMES:
+            if name in body and name not in known:
+                raise RequestError(f"{name}: is no field here; did you mean chunks?")
 
 
 def named_in(complaint: str, fields: Collection[str]) -> str | None:

@@ -10,8 +10,9 @@ RagRequest   a planned request that runs, and what its answer has taught so far
 
 from __future__ import annotations
 
+import time
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -69,6 +70,25 @@ class Identity:
         return ConversationKey(self.api_key, self.tenant, self.lora or "", conversation_id)
 
 
+@dataclass(slots=True, eq=False)
+class Timeline:
+    """When a request came, and when each step before the engine was over, in `perf_counter`'s
+    seconds. A step begins where the one before has ended."""
+
+    came: float = field(default_factory=time.perf_counter)
+    ends: dict[str, float] = field(default_factory=dict)
+
+    def ended(self, step: str) -> None:
+        self.ends[step] = time.perf_counter()
+
+    def steps(self) -> Iterator[tuple[str, float, float]]:
+        """(step, begun, ended)."""
+        begun = self.came
+        for step, end in self.ends.items():
+            yield step, begun, end
+            begun = end
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """What a request asks for besides its prompt."""
@@ -95,6 +115,7 @@ class Options:
     logprob_start: int | None = None
     """Logprobs of the prompt are asked for from this token on, so it is computed from there on.
     None: of no token."""
+    timeline: Timeline = field(default_factory=Timeline, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,12 +292,11 @@ class RagRequest:
     is_cut: bool = False
     """The answer ended at a stop string: the client does not see all of its tokens,
     so they cannot be its history."""
-    began_s: float = 0.0
-    """By the bookkeeper's clock."""
-    ttft_s: float | None = None
-    """From then to the first token. None: there is none yet, or the request does not stream."""
+    streams: bool = False
     is_answered: bool = False
     """The first token is there, and with it all that the rank reports."""
+    answered_at: float | None = None
+    """By `perf_counter`. An answer that is not streamed comes with its last token."""
     served_by: int | None = None
     epoch: int | None = None
     """Of the rank's cache. None: it has not said that it read the request."""
@@ -303,6 +323,19 @@ class RagRequest:
         """The answer ended by itself or at its length limit."""
         # SGLang's third type, `abort`, leaves an answer that no client takes for whole
         return self.finish_reason in ("stop", "length")
+
+    @property
+    def first_token_s(self) -> float | None:
+        """From its arrival. None: there is none yet, or SGLang hands out the answer whole."""
+        if not self.streams or self.answered_at is None:
+            return None
+        return self.answered_at - self.planned.draft.options.timeline.came
+
+    @property
+    def outcome(self) -> str:
+        """As the metrics call it."""
+        finished = "finished" if self.is_complete else "aborted"
+        return "refused" if self.is_refused else finished
 
     def closed_turn(self, content: str | None) -> Turn | None:
         """The turn of a complete answer, None where it is none of a conversation's. `content` is

@@ -26,6 +26,7 @@ from sglang_chunkcache.front.intake import Intake
 from sglang_chunkcache.front.parse import json_object, parse
 from sglang_chunkcache.front.parts import Parts
 from sglang_chunkcache.front.preprocessing import preprocess
+from sglang_chunkcache.front.request_log import log_refusal
 
 Handler = Callable[..., Awaitable[Any]]
 
@@ -157,6 +158,7 @@ class Routes:
         except ChunkCacheError as error:
             outcome = "unsearched" if isinstance(error, SearchFailedError) else "refused"
             self._parts.bookkeeper.metrics.count("requests", outcome)
+            log_refusal(outcome, error.status)
             raise
 
 

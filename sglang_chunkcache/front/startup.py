@@ -127,7 +127,8 @@ def check_ranks(server_args: Any, front: Parts) -> None:
         _set_status("Up")
         quiet.started()
         front.readiness.is_started = True
-        logger.info("chunk cache: ready, reuse %s: %s/rag/v1", config.reuse, url)
+        ready = "chunk cache: ready, reuse %s: %s/rag/v1, live page %s/chunkcache/"
+        logger.info(ready, config.reuse, url, url)
     except Exception as error:
         logger.critical("chunk cache: start-up check failed, stopping: %s", error)
         kill_process_tree(os.getpid())

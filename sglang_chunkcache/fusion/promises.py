@@ -11,6 +11,7 @@ error, and nothing of it is inserted.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -30,6 +31,7 @@ from sglang_chunkcache.fusion.tail import tails_of
 from sglang_chunkcache.scheduler.chunk_key import Fused
 from sglang_chunkcache.scheduler.host_slots import HostSlots
 from sglang_chunkcache.scheduler.node import state, up_from
+from sglang_chunkcache.scheduler.stages import MOVE, traced
 from sglang_chunkcache.scheduler.waiting import Reason
 from sglang_chunkcache.wire.report import Fallback
 
@@ -111,7 +113,7 @@ class Promises:
         if not pending:
             return None
         self._pending = list(known.values())
-        moves, hidden = [each.move for each in pending], None
+        moves, hidden, begun = [each.move for each in pending], None, time.perf_counter()
         for each in pending:
             compat.keep_own(each.req, each.move.plan.start)
         try:
@@ -128,10 +130,14 @@ class Promises:
                 state(each.req).is_failed = True
                 compat.drop_output(each.req, "its chunks could not be moved, nor computed")
         for each in pending:
-            its = state(each.req)
-            its.outward = each.move.outward
+            its, move = state(each.req), each.move
+            times = {f"{phase}_ms": round(took, 3) for phase, took in move.ms.items()}
+            lens = {"tokens": move.plan.end - move.plan.start, "gap": move.plan.gap_len}
+            lens |= {"recomputed": move.recomputed_len, "requests": len(moves)}
+            traced(each.req, MOVE, begun, **lens, **times)
+            its.outward = move.outward
             # a source like a gap: a variant behind these chunks, as Cache-Craft has several of one
-            its.moved -= each.move.whole
+            its.moved -= move.whole
             each.taken.close()
             each.held.close()
         return hidden

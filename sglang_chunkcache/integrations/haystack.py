@@ -9,11 +9,11 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from haystack import Document, component, default_from_dict, default_to_dict
 from haystack.dataclasses import ChatMessage, StreamingCallbackT, StreamingChunk, ToolCall
-from haystack.dataclasses.streaming_chunk import select_streaming_callback
+from haystack.dataclasses.streaming_chunk import FinishReason, select_streaming_callback
 from haystack.tools import (
     ToolsType,
     deserialize_tools_or_toolset_inplace,
@@ -238,7 +238,9 @@ def _tool_call(call: Mapping[str, Any]) -> ToolCall | None:
 def _streamed(event: Mapping[str, Any]) -> StreamingChunk:
     """Text; calls of tools are in the reply."""
     text = "".join(choice["delta"].get("content") or "" for choice in event["choices"])
-    return StreamingChunk(content=text, meta={"model": event["model"]})
+    reasons = {choice.get("finish_reason") for choice in event["choices"]}
+    reason = next((each for each in get_args(FinishReason) if each in reasons), None)
+    return StreamingChunk(content=text, meta={"model": event["model"]}, finish_reason=reason)
 
 
 def _documents(found: Mapping[str, Any]) -> dict[str, list[Document]]:

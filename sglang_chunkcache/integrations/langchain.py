@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from langchain_core.callbacks import (
     AsyncCallbackManagerForLLMRun,
     AsyncCallbackManagerForRetrieverRun,
+    BaseCallbackHandler,
     CallbackManagerForLLMRun,
     CallbackManagerForRetrieverRun,
 )
@@ -39,6 +41,7 @@ from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
 from pydantic import Field, SecretStr
 
+from sglang_chunkcache.integrations.call_log import CallLog
 from sglang_chunkcache.integrations.server import (
     CHAT,
     DEFAULT_URL,
@@ -227,6 +230,30 @@ class ChunkCacheRetriever(BaseRetriever):
         return {"query": query, "k": self.k, **({"mode": self.mode} if self.mode else {})}
 
 
+class CallLogHandler(BaseCallbackHandler):
+    """Writes what `python -m eval replay --log` reads, of whatever models and retrievers:
+    `chain.invoke(..., config={"callbacks": [CallLogHandler("calls.jsonl")]})`."""
+
+    def __init__(self, path: str | Path) -> None:
+        self._log = CallLog(path)
+
+    def on_retriever_end(self, documents: Sequence[Document], **_: Any) -> None:
+        self._log.retrieved((each.id, each.page_content) for each in documents)
+
+    def on_chat_model_start(
+        self, serialized: dict[str, Any], messages: list[list[BaseMessage]], **told: Any
+    ) -> None:
+        given = told.get("invocation_params") or {}
+        fields = {name: given.get(name) for name in ("model", "tools")}
+        for each in messages:
+            said = convert_to_openai_messages(each)
+            self._log.asked(said, metadata=told.get("metadata"), **fields)
+
+    def on_llm_start(self, serialized: dict[str, Any], prompts: list[str], **_: Any) -> None:
+        for each in prompts:
+            self._log.asked([{"role": "user", "content": each}])
+
+
 def with_documents(
     messages: Sequence[BaseMessage], documents: Sequence[Document]
 ) -> list[BaseMessage]:
@@ -323,7 +350,7 @@ def _generation_chunk(event: dict[str, Any]) -> ChatGenerationChunk:
         content=delta.get("content") or "",
         tool_call_chunks=calls,
         additional_kwargs={"reasoning_content": reasoning} if reasoning else {},
-        response_metadata=_metadata(event, choice) if is_last else {},
+        response_metadata=_metadata(event, choice) if is_last else _logprobs(choice),
         id=event["id"],
     )
     return ChatGenerationChunk(message=message)
@@ -334,7 +361,13 @@ def _metadata(answer: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
         "model_name": answer["model"],
         "finish_reason": choice["finish_reason"],
         "chunkcache": answer.get("chunkcache"),
+        **_logprobs(choice),
     }
+
+
+def _logprobs(choice: dict[str, Any]) -> dict[str, Any]:
+    """Where they are asked for; a stream's pieces add up."""
+    return {"logprobs": choice["logprobs"]} if choice.get("logprobs") else {}
 
 
 def _usage(usage: dict[str, Any] | None) -> UsageMetadata | None:

@@ -8,17 +8,25 @@ A postprocessor could only reorder nodes: the synthesizer writes the prompt.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from llama_index.core.base.base_retriever import BaseRetriever
 from llama_index.core.base.response.schema import RESPONSE_TYPE
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.instrumentation.events import BaseEvent
+from llama_index.core.instrumentation.events.llm import LLMChatStartEvent, LLMCompletionStartEvent
+from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent
 from llama_index.core.llms import MockLLM
 from llama_index.core.prompts.mixin import PromptDictType
 from llama_index.core.response_synthesizers.base import BaseSynthesizer, QueryTextType
-from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
+from llama_index.core.schema import MetadataMode, NodeWithScore, QueryBundle, TextNode
 from llama_index.core.types import RESPONSE_TEXT_TYPE
+from pydantic import PrivateAttr
 
+from sglang_chunkcache.integrations.call_log import CallLog
 from sglang_chunkcache.integrations.server import (
     CHAT,
     DEFAULT_URL,
@@ -160,6 +168,39 @@ class ChunkCacheRetriever(BaseRetriever):
     async def _aretrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
         body = {"query": query_bundle.query_str, **self._how}
         return _nodes(await self._endpoint.apost(RETRIEVE, body))
+
+
+class CallLogHandler(BaseEventHandler):
+    """Writes what `python -m eval replay --log` reads, of whatever models and retrievers:
+    `get_dispatcher().add_event_handler(CallLogHandler("calls.jsonl"))`."""
+
+    _log: CallLog = PrivateAttr()
+    _chats: deque[str] = PrivateAttr()
+
+    def __init__(self, path: str | Path) -> None:
+        super().__init__()
+        self._log, self._chats = CallLog(path), deque(maxlen=64)
+
+    @classmethod
+    def class_name(cls) -> str:
+        return "CallLogHandler"
+
+    def handle(self, event: BaseEvent, **_: Any) -> None:
+        if isinstance(event, RetrievalEndEvent):
+            nodes = [each.node for each in event.nodes]
+            texts = [node.get_content(metadata_mode=MetadataMode.LLM).strip() for node in nodes]
+            self._log.retrieved(zip((node.node_id for node in nodes), texts, strict=True))
+        elif isinstance(event, LLMChatStartEvent):
+            said = [{"role": each.role.value, "content": each.content} for each in event.messages]
+            self._log.asked(said, model=event.model_dict.get("model"))
+            self._chats.append(event.messages[-1].content or "")
+        elif isinstance(event, LLMCompletionStartEvent) and not any(
+            # some models complete what was a chat: one call, and two events
+            chat and chat in event.prompt
+            for chat in self._chats
+        ):
+            prompt = {"role": "user", "content": event.prompt}
+            self._log.asked([prompt], model=event.model_dict.get("model"))
 
 
 def _with(response: Any, told: dict[str, Any]) -> Any:

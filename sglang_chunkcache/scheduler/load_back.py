@@ -11,6 +11,7 @@ admission and the next forward.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -23,8 +24,9 @@ from radix_ext.loading import loading_pays, num_fitting
 from sglang_chunkcache import compat
 from sglang_chunkcache.scheduler.host_nodes import Found, HostCounts, HostNodes
 from sglang_chunkcache.scheduler.layer_loads import copied_ahead
-from sglang_chunkcache.scheduler.node import facts, joined, up_from
+from sglang_chunkcache.scheduler.node import facts, joined, state, up_from
 from sglang_chunkcache.scheduler.pricing import Pricing, prefill_work
+from sglang_chunkcache.scheduler.stages import LOAD, traced
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import ScheduleBatch
@@ -117,11 +119,16 @@ class LoadBack:
         loads, self._loads = self._loads, {}
         if not loads:
             return
+        begun = time.perf_counter()
         slots, device_slots = joined(list(loads.values())), joined([node.value for node in loads])
         self._counts.layers_ahead = self._num_ahead(len(slots), batch)
         self._pool.load(
             slots, device_slots, num_ahead=self._counts.layers_ahead, clock=self._pricing
         )
+        for req in batch.reqs:
+            known = state(req)
+            if known.loaded and not known.is_inserted:
+                traced(req, LOAD, begun, tokens=known.loaded, layers=self._counts.layers_ahead)
 
     def queued(self) -> None:
         """The forward is queued: what comes behind it finds all that was loaded."""

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.scheduler.node import state
+from sglang_chunkcache.scheduler.stages import WAIT, traced
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -39,12 +40,19 @@ class Reason(StrEnum):
     PASS_FULL = "pass_full"
 
 
+COUNTERS = {
+    "waits": (
+        "waits",
+        "waits of requests that could have been admitted, by reason: loads, no_room, pass_full",
+    )
+}
+
+
 class WaitMetrics(RankMetrics):
     """Of `WaitingLine.waits`, for Prometheus."""
 
     def __init__(self) -> None:
-        text = "waits of requests that could have been admitted, by what they waited for"
-        super().__init__("chunkcache:", {}, {"waits": ("waits", text)})
+        super().__init__("chunkcache:", {}, COUNTERS)
 
 
 @dataclass(eq=False)
@@ -54,6 +62,7 @@ class _Wait:
     place: tuple[float, int]  # of two requests the one with the lower place was there before
     num_overtaken: int = 0
     reason: Reason | None = None
+    begun: float = 0.0  # that reason, by `perf_counter`
     is_over: Callable[[], bool] = lambda: True  # whether what it waits for may have come
     missing: int = 0  # slots that it did not find, the last time
     until: int = 0  # as many forwards, unless there is more room before
@@ -98,7 +107,10 @@ class WaitingLine:
     ) -> _Wait:
         """It is not admitted in this round, nor looked at before `is_over`."""
         wait = self._waits.setdefault(req.rid, _Wait(self._place(req)))
-        self.waits[reason] += wait.reason is not reason
+        if wait.reason is not reason:
+            self.waits[reason] += 1
+            _trace(req, wait)
+            wait.begun = time.perf_counter()
         wait.reason, wait.is_over = reason, is_over
         state(req).is_put_off = True
         return wait
@@ -142,6 +154,7 @@ class WaitingLine:
                 wait.is_over = lambda: self._num_idle() >= needed
             return None
         if adder.can_run_list and adder.can_run_list[-1] is req:
+            _trace(req, wait)
             self.left(req.rid, self._place(req))
             self.is_idle = False
         return result
@@ -187,6 +200,12 @@ class WaitingLine:
         assert self._adder is not None
         batch = self._adder.running_batch
         return [*self._adder.can_run_list, *(batch.reqs if batch is not None else ())]
+
+
+def _trace(req: Req, wait: _Wait | None) -> None:
+    """What it has waited for is there, or something else is lacking now."""
+    if wait is not None and wait.reason is not None:
+        traced(req, WAIT, wait.begun, reason=wait.reason)
 
 
 def _num_left(req: Req) -> int:

@@ -52,6 +52,8 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
+from sglang.srt.observability.trace import TraceReqContext
 from sglang.srt.platforms.cpu import CpuSRTPlatform
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -136,6 +138,10 @@ TOKENIZER_MANAGER = """
 generate_request(obj, request) create_abort_task(obj) abort_request(rid, abort_all)
 auto_create_handle_loop()
 """
+TRACE_CONTEXT = """
+__init__(rid, bootstrap_room, role, module_name, external_trace_header, ...)
+trace_req_start(ts) trace_slice(slice, ...) trace_req_finish(ts, attrs)
+"""
 PAGED_ALLOCATOR = """
 alloc_extend(prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu, last_loc, extend_num_tokens,
 num_new_pages) alloc_decode(seq_lens, seq_lens_cpu, last_loc) merge_and_sort_free()
@@ -164,6 +170,8 @@ PLATFORM += releases.since_checkpoint("get_kv_pool_cls(*, kind)", "get_mha_kv_po
         (OpenAIServingChat, SERVING_CHAT),
         (http_server, HTTP_SERVER),
         (TokenizerManager, TOKENIZER_MANAGER),
+        (TraceReqContext, TRACE_CONTEXT),
+        (SchedulerReqTimeStats, "trace_slice(stage, start_time, end_time, attrs)"),
     ],
     ids=str,
 )
@@ -191,7 +199,7 @@ def test_methods_take(owner: Any, signatures: str) -> None:
             GenerateReqInput,
             "input_ids sampling_params stream return_logprob logprob_start_len top_logprobs_num"
             " extra_key cache_salt routed_dp_rank return_text_in_logprobs custom_logit_processor"
-            " log_metrics",
+            " log_metrics rid external_trace_header",
         ),
         (LoadSnapshot, "num_waiting_reqs"),
         (GetInternalStateReqOutput, "internal_state"),

@@ -72,9 +72,11 @@ def test_stream_and_async(generator: ChunkCacheChatGenerator) -> None:
     given = documents("boris", "jonas")
     (whole,) = generator.run(MESSAGES, given)["replies"]
     texts: list[str] = []
+    reasons: list[str | None] = []
 
     def keep(chunk: StreamingChunk) -> None:
         texts.append(chunk.content)
+        reasons.append(chunk.finish_reason)
 
     async def keep_async(chunk: StreamingChunk) -> None:
         keep(chunk)
@@ -82,6 +84,7 @@ def test_stream_and_async(generator: ChunkCacheChatGenerator) -> None:
     (streamed,) = generator.run(MESSAGES, given, streaming_callback=keep)["replies"]
     assert streamed.text == "".join(texts) == whole.text
     assert streamed.meta["finish_reason"] == whole.meta["finish_reason"]
+    assert [*filter(None, reasons)] == [whole.meta["finish_reason"]]
     assert streamed.meta["usage"]["prompt_tokens"] == whole.meta["usage"]["prompt_tokens"]
     assert streamed.meta["chunkcache"]["fates"]["exact"] > 0
     texts.clear()

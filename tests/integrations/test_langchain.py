@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -11,13 +12,19 @@ pytest.importorskip("langchain_core")
 
 from langchain_core.caches import InMemoryCache
 from langchain_core.documents import Document
+from langchain_core.language_models import FakeListChatModel
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import RunnableLambda
 from pydantic import BaseModel
 
+from eval.logs.log_file import LogFile
+from eval.logs.passages import Passages, digest
 from sglang_chunkcache.errors import RefusedError, ServerError
 from sglang_chunkcache.integrations.examples import PASSAGES, QUESTIONS
 from sglang_chunkcache.integrations.langchain import (
+    CallLogHandler,
     ChatChunkCache,
     ChunkCacheRetriever,
     _result,
@@ -87,6 +94,17 @@ def test_stream_is_the_same_answer(llm: ChatChunkCache) -> None:
     fates = joined.response_metadata["chunkcache"]["fates"]
     assert sum(fates.values()) == joined.usage_metadata["input_tokens"]
     assert fates["exact"] == joined.usage_metadata["input_token_details"]["cache_read"] > 0
+
+
+def test_logprobs_are_those_of_the_tokens(llm: ChatChunkCache) -> None:
+    """Whole and in pieces."""
+    asked: dict[str, Any] = {"documents": documents("boris"), "logprobs": True, "top_logprobs": 2}
+    told = llm.invoke(QUESTION, **asked)
+    first, *pieces = llm.stream(QUESTION, **asked)
+    joined = sum(pieces, first)
+    for message in (told, joined):
+        tokens = [each["token"] for each in message.response_metadata["logprobs"]["content"]]
+        assert "".join(tokens).startswith(str(told.content))
 
 
 def test_async(llm: ChatChunkCache) -> None:
@@ -201,3 +219,28 @@ def test_errors(url: str, llm: ChatChunkCache) -> None:
         nobody.invoke(QUESTION)
     with pytest.raises(ServerError, match=r"127\.0\.0\.1:9: ConnectError"):
         asyncio.run(nobody.ainvoke(QUESTION))
+
+
+def test_log_of_a_chain_is_read(tmp_path: Path) -> None:
+    """Passages in the prompt's order, whatever the prompt puts around them; no server is asked."""
+
+    class Found(BaseRetriever):
+        def _get_relevant_documents(self, query: str, **_: Any) -> list[Document]:
+            return documents("jonas", "boris", "simon")
+
+    def filled(question: str) -> str:
+        texts = [f"[{n}] {each.page_content}" for n, each in enumerate(Found().invoke(question))]
+        return "\n".join(["Read.", *texts[:2], question])
+
+    log, handler = tmp_path / "calls.jsonl", CallLogHandler(tmp_path / "calls.jsonl")
+    model = FakeListChatModel(responses=["Yes."])
+    chain = RunnableLambda(filled) | model
+    config: Any = {"callbacks": [handler], "metadata": {"thread_id": "t1"}}
+    chain.invoke(QUESTION, config=config)
+    asyncio.run(chain.ainvoke(QUESTION, config=config))
+    model.invoke("Are you there?", config=config)
+    read = LogFile(log, Passages())
+    want = [digest(PASSAGES["jonas"]), digest(PASSAGES["boris"])]
+    assert [[c.id for c in each.chunks] for each in read] == [want, want]
+    assert {each.conversation for each in read} == {"t1"}
+    assert read.unread["reasons"] == {"no passages beside this call, and no --separator": 1}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,20 @@ import pytest
 pytest.importorskip("llama_index.core")
 
 from llama_index.core.base.base_retriever import BaseRetriever
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.llms import MockLLM
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
+from eval.logs.log_file import LogFile
+from eval.logs.passages import Passages, digest
 from sglang_chunkcache.errors import RefusedError
 from sglang_chunkcache.integrations.examples import PASSAGES, QUESTIONS
-from sglang_chunkcache.integrations.llamaindex import ChunkCacheRetriever, ChunkCacheSynthesizer
+from sglang_chunkcache.integrations.llamaindex import (
+    CallLogHandler,
+    ChunkCacheRetriever,
+    ChunkCacheSynthesizer,
+)
 
 QUESTION, ANSWER = next(iter(QUESTIONS.items()))
 SETTINGS: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
@@ -88,3 +97,26 @@ def test_retriever(url: str) -> None:
 def test_errors(url: str) -> None:
     with pytest.raises(RefusedError, match="order"):
         engine(url, order="alphabet").query(QUESTION)
+
+
+@pytest.mark.parametrize("is_chat", [False, True])
+def test_log_of_an_engine_is_read(tmp_path: Path, is_chat: bool) -> None:
+    """LlamaIndex's own synthesizer, metadata in the texts as it puts them; no server is asked."""
+
+    class Titled(Found):
+        def _retrieve(self, query_bundle: QueryBundle) -> list[NodeWithScore]:
+            found = super()._retrieve(query_bundle)
+            found[0].node.metadata = {"title": "Jonas"}
+            return found
+
+    log, dispatcher = tmp_path / "calls.jsonl", get_dispatcher()
+    handler = CallLogHandler(log)
+    dispatcher.add_event_handler(handler)
+    try:
+        model = MockLLM(is_chat_model=is_chat)
+        RetrieverQueryEngine.from_args(Titled(), llm=model).query(QUESTION)
+    finally:
+        dispatcher.event_handlers.remove(handler)
+    (request,) = LogFile(log, Passages())
+    texts = [f"title: Jonas\n\n{PASSAGES['jonas']}", PASSAGES["boris"], PASSAGES["simon"]]
+    assert [chunk.id for chunk in request.chunks] == [*map(digest, texts)]

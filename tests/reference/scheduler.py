@@ -33,6 +33,7 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.observability.req_time_stats import SchedulerReqTimeStats
 
 from radix_ext import ChunkId, Span, chunk_id
 from sglang_chunkcache.compat import PAGES_WITHOUT_TRITON
@@ -132,7 +133,7 @@ class FakeReq:
         if isinstance(custom_params, RequestSpans):
             custom_params = packed(custom_params, self.origin_input_ids)
         self.sampling_params = SimpleNamespace(custom_params=custom_params, max_new_tokens=16)
-        self.kv = ReqKvInfo()
+        self.kv, self.time_stats = ReqKvInfo(), SchedulerReqTimeStats()
         self.priority = 0
         self.last_node: Any = None
         self.best_match_node: Any = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -283,3 +284,22 @@ def test_cpu_ranks_get_cores_of_their_own(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: cores, raising=False)
     launch_server._bind_cpu_ranks(num_ranks)
     assert os.environ.get(name) == bound
+
+
+# What is found out before the model is loaded
+
+
+def test_port_that_is_taken() -> None:
+    """The start would else fail minutes later, and ask the other server meanwhile."""
+    said: list[str] = []
+
+    def fail(message: str) -> NoReturn:
+        said.append(message)
+        raise SystemExit(2)
+
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(SystemExit):
+            launch_server._check_port("127.0.0.1", port, fail)
+    launch_server._check_port("127.0.0.1", port, fail)
+    assert said == [f"--host 127.0.0.1 --port {port}: Address already in use"]

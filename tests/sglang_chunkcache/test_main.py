@@ -11,6 +11,7 @@ import pytest
 
 from retrieval import command_line
 from sglang_chunkcache import __main__ as script
+from sglang_chunkcache import __version__
 
 Call = Callable[..., object]
 
@@ -28,6 +29,11 @@ def call(monkeypatch: pytest.MonkeyPatch) -> Call:
         return stop.value.code
 
     return run
+
+
+def test_version(call: Call, capsys: pytest.CaptureFixture[str]) -> None:
+    assert call("--version") == 0
+    assert capsys.readouterr().out == f"sglang-chunkcache {__version__}\n"
 
 
 def test_commands_are_listed(call: Call, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,7 +6,7 @@ key it is told to this machine alone.
 from __future__ import annotations
 
 from collections.abc import Callable
-from ipaddress import ip_address
+from ipaddress import IPv6Address, ip_address
 from typing import Any
 
 from fastapi import Request
@@ -16,14 +16,19 @@ from sglang_chunkcache.errors import ForbiddenError
 
 PAGE = "/chunkcache/"
 DATA = "/chunkcache/live"
+FORWARDED = ("forwarded", "x-forwarded", "x-real-ip", "via", "cf-connecting")
+"""How headers of proxies begin."""
 
 
 def decide(original: Callable[..., AuthDecision], **asked: Any) -> AuthDecision:
     """SGLang's decision on a request when a key is set, around `decide_request_auth`: it opens
     every endpoint or none, and tells a tenant's key from no key by nothing."""
-    if asked["path"] == PAGE:
+    if asked["path"] in (PAGE, PAGE.rstrip("/")):
         return AuthDecision(allowed=True)
-    decision = original(**asked)
+    try:
+        decision = original(**asked)
+    except TypeError:  # SGLang compares keys as ASCII
+        return AuthDecision(allowed=False)
     if not decision.allowed and asked["path"].startswith(DATA) and asked["api_key"]:
         as_client = {"auth_level": AuthLevel.NORMAL, "admin_api_key": None}
         if original(**{**asked, **as_client}).allowed:
@@ -32,8 +37,8 @@ def decide(original: Callable[..., AuthDecision], **asked: Any) -> AuthDecision:
 
 
 def check_local(request: Request, *, has_keys: bool) -> None:
-    """Without a key a request must come from this machine, by its name: a page of another origin
-    could reach it under a name of its own.
+    """Without a key a request must come from this machine, by its name and from our page: others'
+    pages in a browser here could ask, too, and SGLang lets them read.
 
     Raises:
         ForbiddenError: it does not.
@@ -41,9 +46,13 @@ def check_local(request: Request, *, has_keys: bool) -> None:
     if has_keys:
         return
     host = request.url.hostname or ""
-    is_forwarded = any(name in request.headers for name in ("forwarded", "x-forwarded-for"))
-    client = request.client.host if request.client else ""
-    if is_forwarded or not (_is_loopback(client) and (host == "localhost" or _is_loopback(host))):
+    headers, client = request.headers, request.client.host if request.client else ""
+    is_forwarded = any(name.startswith(FORWARDED) for name in headers)
+    is_foreign = headers.get("sec-fetch-site", "none") not in ("none", "same-origin") or (
+        headers.get("origin", "").partition("//")[2] not in ("", headers.get("host"))
+    )
+    is_here = _is_loopback(client) and (host == "localhost" or _is_loopback(host))
+    if is_forwarded or is_foreign or not is_here:
         raise ForbiddenError(
             "without --api-key or --admin-api-key the live page is for this machine alone"
         )
@@ -51,6 +60,9 @@ def check_local(request: Request, *, has_keys: bool) -> None:
 
 def _is_loopback(host: str) -> bool:
     try:
-        return ip_address(host.strip("[]")).is_loopback
+        address = ip_address(host.strip("[]"))
     except ValueError:
         return False
+    if isinstance(address, IPv6Address) and address.ipv4_mapped is not None:
+        return address.ipv4_mapped.is_loopback
+    return address.is_loopback

@@ -6,6 +6,7 @@ Kept at a request's end, O(its chunks). No text of a prompt or a chunk is among 
 from __future__ import annotations
 
 import time
+import uuid
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -34,8 +35,18 @@ class Bucket:
     retrieved: int = 0
     hit: int = 0
     fates: dict[str, int] = field(default_factory=dict)
-    ttft_ms: dict[str, array[float]] = field(default_factory=dict)
-    """`exact` and `moved`: of requests that stream, as others have no first token of their own."""
+    times: dict[str, array[float]] = field(default_factory=dict)
+    """Milliseconds to the first token, `exact` and `moved`: of requests that stream, as others have
+    none of their own."""
+    closed: dict[str, tuple[float, int]] | None = None
+
+    def close(self) -> None:
+        """`times` are given up."""
+        self.closed, self.times = self.ttft_ms(), {}
+
+    def ttft_ms(self) -> dict[str, tuple[float, int]]:
+        """Median and number."""
+        return self.closed or {kind: (median(all_), len(all_)) for kind, all_ in self.times.items()}
 
 
 class History:
@@ -46,6 +57,8 @@ class History:
         self._buckets: deque[Bucket] = deque(maxlen=NUM_BUCKETS)
         self._recent: deque[dict[str, Any]] = deque(maxlen=NUM_RECENT)
         self._num = 0
+        self.start = uuid.uuid4().hex
+        """Names it: another has other requests by the same numbers."""
 
     def add(self, rag: RagRequest) -> None:
         """A request is over, however it ended."""
@@ -54,6 +67,8 @@ class History:
             return
         index = int(now // BUCKET_S)
         if not self._buckets or self._buckets[-1].index != index:
+            if self._buckets:
+                self._buckets[-1].close()
             self._buckets.append(Bucket(index))
         bucket, fates = self._buckets[-1], rag.fates()
         bucket.requests += 1
@@ -62,17 +77,18 @@ class History:
             bucket.hit += rag.hit_len
         for fate, num_tokens in (fates or {}).items():
             bucket.fates[fate] = bucket.fates.get(fate, 0) + num_tokens
-        if rag.ttft_s is not None:
-            kind = "moved" if fates is not None and fates["relocated"] else "exact"
-            times = bucket.ttft_ms.setdefault(kind, array("d"))
+        if rag.first_token_s is not None and fates is not None:
+            kind = "moved" if fates["relocated"] else "exact"
+            times = bucket.times.setdefault(kind, array("d"))
             if len(times) < MAX_TIMES:
-                times.append(rag.ttft_s * 1000)
+                times.append(rag.first_token_s * 1000)
         self._num += 1
-        self._recent.append({"number": self._num, "ended_s": now, **_picture(rag, now)})
+        self._recent.append({"number": self._num, "ended_s": now, **_picture(rag)})
 
     def buckets(self) -> list[dict[str, Any]]:
         """Oldest first; `t` is in seconds since 1970. Seconds without a request have no bucket."""
-        since = time.time() - self._clock()
+        now = self._clock()
+        since, oldest = time.time() - now, now // BUCKET_S - NUM_BUCKETS
         return [
             {
                 "t": each.index * BUCKET_S + since,
@@ -80,9 +96,10 @@ class History:
                 "retrieved": each.retrieved,
                 "hit": each.hit,
                 "fates": each.fates,
-                "ttft_ms": {kind: median(times) for kind, times in each.ttft_ms.items()},
+                "ttft_ms": each.ttft_ms(),
             }
             for each in self._buckets
+            if each.index > oldest
         ]
 
     def recent(self) -> list[dict[str, Any]]:
@@ -94,12 +111,23 @@ class History:
 
     def request(self, number: int) -> dict[str, Any] | None:
         """One of `recent` with its chunks. None: it is not among the last any more."""
-        return next((self._aged(each) for each in self._recent if each["number"] == number), None)
+        found = next((each for each in self._recent if each["number"] == number), None)
+        if found is None:
+            return None
+        labels = self.labels()
+        prompt = [
+            {**each, "label": each["label"] or labels.get(each["chunk"], each["chunk"][:8])}
+            for each in found["prompt"]
+        ]
+        return {**self._aged(found), "prompt": prompt}
 
     def labels(self) -> dict[str, str]:
         """What clients called the chunks of the last requests, by the chunks' ids."""
         return {
-            each["chunk"]: each["label"] for request in self._recent for each in request["prompt"]
+            each["chunk"]: each["label"]
+            for request in self._recent
+            for each in request["prompt"]
+            if each["label"]
         }
 
     def _aged(self, shown: dict[str, Any]) -> dict[str, Any]:
@@ -110,16 +138,18 @@ class History:
 _CHUNKS = ("retrieved", "prompt")
 
 
-def _picture(rag: RagRequest, now: float) -> dict[str, Any]:
+def _picture(rag: RagRequest) -> dict[str, Any]:
     """One request: what was retrieved in which order, and what the prompt has from where."""
     planned, draft = rag.planned, rag.planned.draft
+    num_earlier = len(planned.spans) - len(planned.order)
+    took, first = time.perf_counter() - draft.options.timeline.came, rag.first_token_s
     return {
         "mode": "exact" if planned.fusion is None else "fused",
         "outcome": "refused" if rag.is_refused else (rag.finish_reason or "aborted"),
         "rank": planned.rank if rag.served_by is None else rag.served_by,
         "is_conversation": draft.turn is not None,
-        "ms": round((now - rag.began_s) * 1000, 1),
-        "ttft_ms": None if rag.ttft_s is None else round(rag.ttft_s * 1000, 1),
+        "ms": round(took * 1000, 1),
+        "ttft_ms": None if first is None else round(first * 1000, 1),
         "prompt_tokens": len(planned.input_ids),
         "fates": rag.fates(),
         "fallbacks": sorted(set(rag.fallbacks)),
@@ -131,13 +161,14 @@ def _picture(rag: RagRequest, now: float) -> dict[str, Any]:
         "prompt": [
             {
                 "chunk": span.chunk,
-                "label": label[:MAX_LABEL],
+                # earlier turns' are not kept
+                "label": label[:MAX_LABEL] if index >= num_earlier else None,
                 "start": span.start,
                 "end": span.end,
                 "from": origin,
             }
-            for span, label, origin in zip(
-                planned.spans, planned.labels, _origins(rag), strict=True
+            for index, (span, label, origin) in enumerate(
+                zip(planned.spans, planned.labels, _origins(rag), strict=True)
             )
         ],
     }

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
-from itertools import islice
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from radix_ext import ChainId, ChainNode, ChunkPrefixTree
 
@@ -28,6 +29,7 @@ class Levels:
     ) -> None:
         self._tree, self._clock = tree, clock
         self._behind: dict[ChainId, tuple[int, int]] = {}
+        self._roots: dict[ChainId, ChainNode] = {}
         self._summed_at: float | None = None
         self._summing = asyncio.Lock()
 
@@ -37,20 +39,19 @@ class Levels:
         """Children of a node from the `offset`th largest on; of None the namespaces.
         `labels`: names of chunks. Returns None for a node that is gone."""
         await self._sum()
-        roots = self._tree.nodes.roots
         if chain is None:
-            nodes = roots
+            nodes = self._tree.nodes.roots
         else:
-            node = self._tree.nodes.find(chain)
-            node = node or next((each for each in roots if each.chain == chain), None)
+            node = self._tree.nodes.find(chain) or self._roots.get(chain)
             if node is None:
                 return None
             nodes = node.child_nodes()
-        behind = self._behind
-        largest = sorted(
-            nodes, key=lambda each: -each.num_tokens - behind.get(each.chain, NOTHING)[1]
-        )
-        shown = [self._shown(each, labels) for each in islice(largest, offset, offset + MAX_NODES)]
+        sizes = []
+        async for node in _sliced(nodes):
+            sizes.append(node.num_tokens + self._behind.get(node.chain, NOTHING)[1])
+        largest = await asyncio.to_thread(_largest_first, sizes)
+        page = largest[offset : offset + MAX_NODES].tolist()
+        shown = [self._shown(nodes[i], labels) for i in page]
         return {"num_children": len(nodes), "offset": offset, "children": shown}
 
     async def _sum(self) -> None:
@@ -60,9 +61,7 @@ class Levels:
                 return
             behind: dict[ChainId, tuple[int, int]] = {}
             # a parent was made before its children
-            for index, node in enumerate(reversed(list(self._tree.nodes.by_chain.values()))):
-                if index % SLICE == SLICE - 1:
-                    await asyncio.sleep(0)
+            async for node in _sliced([*self._tree.nodes.by_chain.values()][::-1]):
                 if node.parent is not None:
                     nodes, tokens = behind.get(node.chain, NOTHING)
                     others = behind.get(node.parent.chain, NOTHING)
@@ -70,7 +69,10 @@ class Levels:
                         others[0] + nodes + 1,
                         others[1] + tokens + node.num_tokens,
                     )
-            self._behind, self._summed_at = behind, self._clock()
+            roots: dict[ChainId, ChainNode] = {}
+            async for node in _sliced(self._tree.nodes.roots):
+                roots[node.chain] = node
+            self._behind, self._roots, self._summed_at = behind, roots, self._clock()
 
     def _shown(self, node: ChainNode, labels: Mapping[str, str]) -> dict[str, Any]:
         num_nodes, num_tokens = self._behind.get(node.chain, NOTHING)
@@ -88,3 +90,15 @@ class Levels:
             "tokens_behind": num_tokens,
             "held": {str(rank): tier.name.lower() for rank, tier in node.held_by()},
         }
+
+
+async def _sliced(nodes: Sequence[ChainNode]) -> AsyncIterator[ChainNode]:
+    for index, node in enumerate(nodes):
+        if index % SLICE == SLICE - 1:
+            await asyncio.sleep(0)
+        yield node
+
+
+def _largest_first(sizes: list[int]) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """Their places."""
+    return np.argsort(-np.array(sizes, dtype=np.int64), kind="stable")

@@ -12,6 +12,7 @@ from fastapi.responses import HTMLResponse, ORJSONResponse
 from sglang.srt.utils.auth import AuthLevel, auth_level
 
 from radix_ext import ChainId
+from sglang_chunkcache.errors import BusyError
 from sglang_chunkcache.front.page.access import DATA, PAGE, check_local
 from sglang_chunkcache.front.page.explanations import explanations
 from sglang_chunkcache.front.page.history import BUCKET_S
@@ -56,10 +57,14 @@ class PageRoutes:
         async with self._asking:
             now = time.monotonic()
             if self._asked_at is None or now - self._asked_at >= STATS_S:
-                self._stats, self._asked_at = await self._parts.stats(), now
+                if (stats := await self._parts.stats()) is None:
+                    raise BusyError("a rank runs without the chunk cache")
+                self._stats, self._asked_at = stats, now
         history = self._parts.bookkeeper.history
         return self._answer(
             {
+                "start": history.start,
+                "now": time.time(),
                 "bucket_s": BUCKET_S,
                 "buckets": history.buckets(),
                 "recent": history.recent(),
@@ -79,7 +84,7 @@ class PageRoutes:
         self,
         raw_request: Request,
         node: Annotated[int | None, Query()] = None,
-        offset: Annotated[int, Query(ge=0)] = 0,
+        offset: Annotated[int, Query(ge=0, le=1_000_000_000)] = 0,
     ) -> Any:
         """Children of a node of the global tree, the largest subtrees first."""
         self._check(raw_request)

@@ -16,6 +16,8 @@ import pytest
 pytest.importorskip("sglang")
 
 from radix_ext import ChunkId, FusionRequest
+from sglang_chunkcache.errors import BusyError
+from sglang_chunkcache.front import engine as engine_module
 from sglang_chunkcache.front.audit import Check
 from sglang_chunkcache.front.engine import MAX_PREFETCHES, Engine
 from sglang_chunkcache.front.request import Identity
@@ -404,3 +406,31 @@ def test_check_is_an_exact_prefill_of_prompt_and_answer() -> None:
     assert spans is not None
     assert (spans.is_audit, spans.fusion, spans.keep) == (True, None, frozenset())
     assert spans.spans == planned.spans
+
+
+def test_states_of_ranks_that_answer_no_more_are_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """SGLang waits without an end, and the server's end for the request. It bears no second
+    question meanwhile, and no cancelling."""
+    asked: list[asyncio.Future[Any]] = []
+
+    class Ending:
+        gracefully_exit = True
+
+        async def get_internal_state(self) -> Any:
+            asked.append(asyncio.get_running_loop().create_future())
+            return await asked[-1]
+
+    async def look() -> None:
+        engine = Engine(Ending(), Bench().bookkeeper)
+        for _ in range(2):
+            with pytest.raises(BusyError, match="does not answer"):
+                await engine.states()
+        asked[0].set_result([])
+        await asyncio.sleep(0)
+        assert not asked[0].cancelled()
+
+    monkeypatch.setattr(engine_module, "LAST_STATES_S", 0.0)
+    asyncio.run(look())
+    assert len(asked) == 1

@@ -75,6 +75,22 @@ def test_misspelt_field_is_refused(names: str, meant: str) -> None:
 
 def test_other_fields_pass() -> None:
     """SGLang's, OpenAI's that SGLang ignores, and those of other servers."""
-    others = "store metadata service_tier verbosity prompt_cache_key documents rag num_ctx seed"
+    others = "store metadata service_tier verbosity prompt_cache_key rag num_ctx seed"
     for name in [*OURS, *THEIRS, *others.split()]:
         refuse_misspelt({name: 1}, OURS, THEIRS)
+
+
+@pytest.mark.parametrize("name", ["documents", "context", "passages"])
+def test_what_others_call_chunks_is_refused_without_chunks(name: str) -> None:
+    """SGLang ignores it: the answer would come without context."""
+    with pytest.raises(RequestError, match=f"^{name}: is no field here; did you mean chunks"):
+        refuse_misspelt({name: [], "messages": []}, OURS, THEIRS)
+    for ours in ("chunks", "retrieve"):
+        refuse_misspelt({name: [], ours: []}, OURS, THEIRS)
+    refuse_misspelt({name: []}, OURS, [*THEIRS, name])
+
+
+def test_a_wrong_chunk_is_told_what_one_is() -> None:
+    for chunks in ("text", ["text"], [{"page_content": "text"}]):
+        with pytest.raises(RequestError, match=r'^chunks.*; a chunk is \{"text": '):
+            parse(RagFields, {"chunks": chunks})

@@ -29,11 +29,18 @@ class Queue:
         self.large = [self.arrive() for _ in range(large)]
         self.preempted: list[Any] = []
         self.num_looks = 0
+        self.traced = list[tuple[str, str, dict[str, Any]]]()
 
     def arrive(self, priority: int = 0) -> Any:
         params = SimpleNamespace(max_new_tokens=16)
         req = SimpleNamespace(
             rid=next(self._names), priority=priority, sampling_params=params, output_ids=[]
+        )
+        req.time_stats = SimpleNamespace(
+            trace_ctx=SimpleNamespace(tracing_enable=True),
+            trace_slice=lambda stage, begun, ended, told: self.traced.append(
+                (req.rid, stage.stage_name, told)
+            ),
         )
         self.line.arrived(req)
         return req
@@ -203,3 +210,14 @@ def test_a_round_that_admits_nobody_sleeps_once(
     for _ in range(3):
         queue.round(*queue.large)
     assert slept == [waiting.POLL_S] * 2 * is_slept
+
+
+def test_each_wait_is_in_the_trace_with_what_it_was_for() -> None:
+    queue = Queue()
+    (large,) = queue.large
+    for reason in (Reason.LOADS, Reason.LOADS, Reason.NO_ROOM):
+        queue.line.put_off(large, reason)
+    queue.comes = True
+    assert queue.round(large) == [True]
+    told = [{"chunkcache.reason": reason} for reason in ("loads", "no_room")]
+    assert queue.traced == [(large.rid, "chunkcache_wait", each) for each in told]

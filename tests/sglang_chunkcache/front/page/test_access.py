@@ -27,6 +27,8 @@ BOTH = {"api_key": "tenant", "admin_api_key": "boss"}
         (DATA, "tenant", BOTH, 403),
         (DATA, "other", BOTH, 401),
         (DATA, None, BOTH, 401),
+        (DATA, "é", BOTH, 401),
+        (PAGE.rstrip("/"), None, BOTH, 200),
         (DATA, "tenant", {"api_key": "tenant", "admin_api_key": None}, 200),
         (DATA, "tenant", {"api_key": None, "admin_api_key": "boss"}, 401),
         ("/chunkcache/tree", "tenant", BOTH, 401),
@@ -60,11 +62,18 @@ def make_request(client: str | None, host: str, **headers: str) -> Request:
         (make_request("127.0.0.1", "evil.example:30000"), False),
         (make_request("127.0.0.1", "localhost", x_forwarded_for="10.0.0.7"), False),
         (make_request("127.0.0.1", "localhost", forwarded="for=10.0.0.7"), False),
+        (make_request("127.0.0.1", "localhost", x_real_ip="10.0.0.7"), False),
+        (make_request("127.0.0.1", "localhost", via="1.1 proxy"), False),
+        (make_request("::ffff:127.0.0.1", "localhost"), True),
+        (make_request("127.0.0.1", "localhost:1", origin="http://localhost:1"), True),
+        (make_request("127.0.0.1", "localhost:1", origin="http://localhost:2"), False),
+        (make_request("127.0.0.1", "localhost", sec_fetch_site="same-origin"), True),
+        (make_request("127.0.0.1", "localhost", sec_fetch_site="cross-site"), False),
         (make_request(None, "localhost"), False),
     ],
 )
 def test_without_a_key_only_this_machine(request_: Request, is_local: bool) -> None:
-    """Neither through a proxy, nor by a page whose name was made to lead here."""
+    """Neither through a proxy, nor by another page in a browser here, whatever its name."""
     check_local(request_, has_keys=True)
     if is_local:
         check_local(request_, has_keys=False)

@@ -47,7 +47,7 @@ RANK: dict[str, Any] = {
     "evicted_chunks": 7,
     "waiting": {"now": 1},
     "fallbacks": {},
-    "mirror": {"agrees": True, "events_behind": 0},
+    "mirror": {"chunk_nodes": 3, "agrees": True, "events_behind": 0},
 }
 
 
@@ -60,10 +60,12 @@ def used(num_nodes: int) -> Bench:
         moved, found = asked.spans[1], asked.spans[0].end
         sources = (Source(moved.start, moved.end, 1, "host"),)
         report = Report(found, 8, 2, 0, 0, sources, None, (), {}) if fusion else None
+        asked.streams = True
         entry = bench.ranks[0].serve(asked.custom_params, asked.input_ids, report)
         for seconds, reason in ((0.1 + i / 100, None), (4.0, "stop")):
             bench.now += seconds / 5
             bench.observe(asked, make_output([65], found, reason, 0, entry))
+        asked.answered_at = asked.options.timeline.came + 0.1 + i / 1000
         bench.end(asked)
     # behind the first answer, which tells of a rank that holds nothing
     for i in range(num_nodes):
@@ -139,6 +141,9 @@ def test_page(num_nodes: int, width: int, scheme: str, tmp_path: Path) -> None:
                 assert await page.run(items) == 1001, "a thousand, and a button for more"
                 await page.run("[...document.querySelectorAll('#tree button')].at(-1).click()")
                 await page.until(f"{items} > 1001")
+            await page.run("document.querySelectorAll('#requests tr.pick')[2].focus()")
+            await page.run("poll()")
+            assert await page.run("document.activeElement.dataset.number") == "998"
             assert await page.run("document.querySelectorAll('img, main script').length") == 0
             shown = f"document.body.textContent.includes({EVIL[:80]!r})"
             assert await page.run(shown)

@@ -12,6 +12,7 @@ from sglang_chunkcache.front.page.history import BUCKET_S, MAX_LABEL, NUM_BUCKET
 from sglang_chunkcache.front.request import Passage
 from sglang_chunkcache.wire.report import Fallback, Report, Source
 from tests.kit.front_bench import A, B, Bench, C, make_output
+from tests.kit.front_planning import Talk
 
 
 def test_buckets_are_what_answers_said() -> None:
@@ -31,21 +32,60 @@ def test_buckets_are_what_answers_said() -> None:
         bench.now += BUCKET_S
         bench.run("q", C)
     assert [each["requests"] for each in bench.bookkeeper.history.buckets()] == [1] * NUM_BUCKETS
+    bench.now += 10 * BUCKET_S
+    assert len(bench.bookkeeper.history.buckets()) == NUM_BUCKETS - 10
 
 
 def test_first_token_is_timed_where_there_is_one_of_its_own() -> None:
     """Of an answer that comes whole the first token's time is not known."""
     bench = Bench()
     request = bench.ask("q", A)
-    bench.now += 0.25
+    request.streams = True
     bench.observe(request, make_output([65], 0, None, 0, None))
-    bench.now += 1.0
+    request.answered_at = request.options.timeline.came + 0.25
     bench.reply(request)
     bench.run("q", A)
     (bucket,) = bench.bookkeeper.history.buckets()
-    assert bucket["ttft_ms"] == {"exact": 250.0}
+    assert bucket["ttft_ms"] == {"exact": (250.0, 1)}
     whole, streamed = bench.bookkeeper.history.recent()
-    assert (whole["ttft_ms"], streamed["ttft_ms"], streamed["ms"]) == (None, 250.0, 1250.0)
+    assert (whole["ttft_ms"], streamed["ttft_ms"]) == (None, 250.0)
+    assert streamed["ms"] > 0
+
+
+def test_a_step_that_is_over_keeps_its_median() -> None:
+    bench = Bench()
+    for seconds in (0.1, 0.3, 0.2):
+        request = bench.ask("q", A)
+        request.streams = True
+        bench.observe(request, make_output([65], 0, None, 0, None))
+        request.answered_at = request.options.timeline.came + seconds
+        bench.reply(request)
+    before = bench.bookkeeper.history.buckets()[0]["ttft_ms"]
+    assert before["exact"] == (pytest.approx(200.0), 3)
+    bench.now += BUCKET_S
+    bench.run("q", A)
+    assert bench.bookkeeper.history.buckets()[0]["ttft_ms"] == before
+
+
+def test_fates_that_are_not_told_are_no_exact_ones() -> None:
+    bench = Bench()
+    request = bench.ask("q", A, num_answers=2)
+    request.streams = True
+    bench.observe(request, make_output([65], 0, None, 0, None))
+    bench.reply(request)
+    (bucket,) = bench.bookkeeper.history.buckets()
+    assert (bucket["requests"], bucket["ttft_ms"], bucket["fates"]) == (1, {}, {})
+    assert shown(bench, 1)["prompt"][0]["from"] == "unknown"
+
+
+def test_chunks_of_earlier_turns_have_the_labels_that_they_had() -> None:
+    """As long as one of the last requests has them."""
+    bench = Bench()
+    bench.run("q", A, to="c")
+    talk = Talk(bench, to="t")
+    talk.turn("one", A)
+    talk.turn("two", B)
+    assert [each["label"] for each in shown(bench, 3)["prompt"]] == ["a", "b"]
 
 
 def shown(bench: Bench, number: int) -> dict[str, Any]:

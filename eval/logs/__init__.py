@@ -1,0 +1,1 @@
+"""Logs of model calls, as frameworks and gateways write them, read as traces."""
