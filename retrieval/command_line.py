@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
+from itertools import pairwise
+from shlex import quote
 from typing import Any, NoReturn
 
 OUR_PREFIX = "--chunkcache-"
@@ -40,8 +44,10 @@ class Parser(ArgumentParser):
     ) -> None:
         super().__init__(prog=None if prog is None else program(prog), **rest)
         self._more_flags, self._fail = more_flags, fail
+        self._words: Sequence[str] = ()
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = sys.argv[1:] if args is None else [*args]
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
             known = [*self._option_string_actions, *self._more_flags]
@@ -49,9 +55,19 @@ class Parser(ArgumentParser):
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
+        if refused := re.fullmatch(r"argument (\S+): expected one argument", message):
+            message += self._joined(refused[1].split("/"))
         if self._fail is not None:
             self._fail(message)
         super().error(message)
+
+    def _joined(self, names: Sequence[str]) -> str:
+        """The end of an error about a flag without a value: the word behind it, if that looks like
+        a flag and is none."""
+        for name, value in pairwise(self._words):
+            if name in names and value not in self._option_string_actions:
+                return f"; one that begins with - is joined: {name}={quote(value)}"
+        return ""
 
 
 def meant(words: Sequence[str], flags: Iterable[str]) -> str:

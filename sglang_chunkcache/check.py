@@ -30,13 +30,11 @@ from typing import Any
 
 from retrieval.command_line import meant, program
 from sglang_chunkcache import config
-from sglang_chunkcache.chunk_files import read_examples
 from sglang_chunkcache.client import Client, ServerError
 from sglang_chunkcache.compilers import add_own_tools
+from sglang_chunkcache.installation import server_installation
 from sglang_chunkcache.own_selectors import check_selectors
 from sglang_chunkcache.start_steps import shown_steps, step
-from sglang_chunkcache.wire.message import decode
-from sglang_chunkcache.wire.state import STATE_KEY, RankState
 
 START_TIMEOUT_S = 1800
 """Loading a large model from a slow disk takes minutes, and never this long."""
@@ -103,6 +101,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _calibrate_selection(args: argparse.Namespace) -> int:
+    with server_installation():
+        from sglang_chunkcache.chunk_files import read_examples
+
     given = read_examples(Path(args.calibrate_selection)) if args.calibrate_selection else []
     examples = [{"question": one.question, "chunks": one.chunks} for one in given]
     step("calibrating the selection")
@@ -172,8 +173,6 @@ def _measure(flags: Sequence[str]) -> dict[str, Any]:
 def _load_and_measure(flags: Sequence[str]) -> Mapping[str, Any]:
     """In the child process: start SGLang's engine with our cache,
     which runs the gate at the start."""
-    from sglang_chunkcache.launch_server import found_models, prepare, server_flags
-
     parser = argparse.ArgumentParser(prog="python -m sglang_chunkcache.check", allow_abbrev=False)
     config.add_flags(parser)
     args, rest = parser.parse_known_args(flags)
@@ -182,6 +181,11 @@ def _load_and_measure(flags: Sequence[str]) -> Mapping[str, Any]:
     os.environ.update(settings.to_env())
     add_own_tools()
     try:
+        with server_installation():
+            from sglang_chunkcache.launch_server import found_models, prepare, server_flags
+            from sglang_chunkcache.wire.message import decode
+            from sglang_chunkcache.wire.state import STATE_KEY, RankState
+
         check_selectors(settings)
         flags = server_flags(found_models(rest))
     except ValueError as error:

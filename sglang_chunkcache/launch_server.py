@@ -26,6 +26,7 @@ from retrieval.model_path import find_model
 from sglang_chunkcache import __version__, config, quiet, tree_choice
 from sglang_chunkcache.compilers import add_own_tools, missing_compilers
 from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
+from sglang_chunkcache.installation import server_installation
 from sglang_chunkcache.own_selectors import check_selectors
 from sglang_chunkcache.plugin import BACKEND
 from sglang_chunkcache.start_steps import shown_steps, step
@@ -80,8 +81,9 @@ def main(argv: list[str]) -> None:
         if not args.stock:
             shown.enter_context(shown_steps())
         step("importing torch")
-        define_torchvision_ops()
         try:
+            with server_installation():
+                define_torchvision_ops()
             settings = config.from_flags(args)
             rest = server_flags(found_models(rest))
             add_own_tools()

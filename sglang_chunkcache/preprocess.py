@@ -36,12 +36,10 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tqdm import tqdm
-
 from radix_ext.variants import RESERVED_SHARE
 from retrieval.command_line import Parser
-from sglang_chunkcache.chunk_files import read_corpus, read_neighbors
 from sglang_chunkcache.client import Client, RefusedError, ServerError, settle
+from sglang_chunkcache.installation import server_installation
 
 T = TypeVar("T")
 
@@ -75,6 +73,9 @@ def main(argv: Sequence[str]) -> int:
     if not 1 <= args.batch <= MAX_BATCH:
         parser.error(f"--batch: must be from 1 to {MAX_BATCH}")
     try:
+        with server_installation():
+            from sglang_chunkcache.chunk_files import read_corpus, read_neighbors
+
         texts = read_corpus(args.corpus)
         neighbors = read_neighbors(args.neighbors, texts)
         client = Client(args.url, args.api_key, max_connections=args.batch)
@@ -109,6 +110,9 @@ def preprocess(
         ServerError: a server that does not answer, or one that was not started with `--reuse
             fused`.
     """
+    with server_installation():
+        from tqdm import tqdm
+
     stats = client.get("/chunkcache/stats")
     if stats.get("reuse") != "fused":
         raise ServerError(f"{client.url}: not a server started with --reuse fused")

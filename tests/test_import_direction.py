@@ -178,6 +178,8 @@ SEARCHING = "numpy", "faiss", "tantivy", "retrieval.retriever"
     [
         ("sglang_chunkcache", (*SERVING, "numpy")),
         ("sglang_chunkcache.__main__", (*SERVING, "numpy", "tqdm")),
+        ("sglang_chunkcache.check", (*SERVING, "msgspec")),
+        ("sglang_chunkcache.preprocess", (*SERVING, "msgspec", "tqdm")),
         ("radix_ext", ("torch", "sglang", "numpy")),
         ("retrieval", ("torch", "numpy", "faiss", "tantivy", "sklearn")),
         ("sglang_chunkcache.front.search", (*SEARCHING, "torch")),

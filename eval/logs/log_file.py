@@ -7,18 +7,20 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import median_low
 from typing import Any
 from zlib import error as ZlibError
 
 from eval.errors import CommandError
 from eval.logs.call import UnreadError
 from eval.logs.openai import call_of
-from eval.logs.passages import Passages
+from eval.logs.passages import NO_SEPARATOR, Passages
 from eval.logs.spans import Span, calls_of, is_spans, spans_of
 from eval.replay.trace import TraceRequest
 
 MAX_NAMED = 20
 """Lines named one by one; the others are counted by reason."""
+EXAMPLE = r"--separator '\n---\n', or with --between 'Context:' 'Question:' around all passages"
 
 
 class LogFile:
@@ -26,7 +28,9 @@ class LogFile:
     memory, without their texts.
 
     Attributes:
-        unread: JSON: number of lines, of requests, what could not be read with its reasons.
+        unread: JSON: number of lines, of requests, of their passages, what could not be read with
+            its reasons.
+        example: one request as it was cut, for a terminal alone; none was: empty.
     Raises:
         CommandError: no such file, or no request with passages in it.
     """
@@ -41,17 +45,20 @@ class LogFile:
             found.sort(key=lambda each: each.timestamp or 0.0)
         else:
             found = [each._replace(timestamp=None) for each in found]
-        self._found = found[:max_requests]
+        self._found, cuts = found[:max_requests], passages.cuts
+        self.example = cuts.example
+        sizes = [len(each.chunks) for each in found] or [0]
         self.unread: dict[str, Any] = {
             "lines": self._num_lines,
             "requests": len(found),
+            "passages": [median_low(sizes), min(sizes), max(sizes)],
+            "cut": [cuts.num_requests, cuts.num_differing],
             "named": sorted(self._named)[:MAX_NAMED],
             "histories": passages.num_histories,
             "reasons": dict(self._reasons.most_common(MAX_NAMED)),
         }
         if not found:
-            told = "; ".join(f"line {number}: {reason}" for number, reason in self._named[:3])
-            raise CommandError(f"{path}: no request with passages; {told or 'the file is empty'}")
+            raise CommandError(f"{path}: no request with passages; {self._nothing()}")
 
     def __iter__(self) -> Iterator[TraceRequest]:
         return iter(self._found)
@@ -103,29 +110,59 @@ class LogFile:
         except OSError as error:
             raise CommandError(f"{path} cannot be read: {error}") from None
 
+    def _nothing(self) -> str:
+        told = []
+        for reason, count in self._reasons.most_common(3):
+            first = min((line for line, named in self._named if named == reason), default=0)
+            more = f" and {count - 1:,} more" if count > 1 else ""
+            told.append(f"line {first}{more}: {reason}")
+            if reason == NO_SEPARATOR:
+                told.append(f"such as {EXAMPLE}")
+        return "; ".join(told) or "the file is empty"
+
     def _skip(self, number: int, reason: str) -> None:
         self._reasons[reason] += 1
         if len(self._named) < 1000:
             self._named.append((number, reason))
 
 
-def histories_text(unread: Mapping[str, Any]) -> list[str]:
-    """For people: chunks that find nothing, since no line says which conversation is theirs."""
-    count = unread["histories"]
-    told = "have a conversation's history before their chunks, and no id of it: they find nothing"
-    return [f"{count:,} of {unread['requests']:,} requests {told}."] if count else []
+def warnings_text(unread: Mapping[str, Any]) -> list[str]:
+    """For people: chunks that find nothing, since no line says which conversation is theirs, and
+    cuts that are probably wrong."""
+    (num_cut, num_differing), told = unread["cut"], []
+    if count := unread["histories"]:
+        told.append(
+            f"{count:,} of {unread['requests']:,} requests have a conversation's history before"
+            " their chunks, and no id of it: they find nothing."
+        )
+    if 2 * num_differing > num_cut:
+        told.append(
+            f"{num_differing:,} of {num_cut:,} requests have another text before their first"
+            " passage, behind the same system message: a passage is probably in it, unless the"
+            " question is. What stands before the first and behind the last --separator is no"
+            " passage; --between says where passages begin and end."
+        )
+    if num_cut and unread["passages"][2] == 1:
+        told.append("No request has two passages: --separator probably matches nothing.")
+    return told
+
+
+def passages_text(unread: Mapping[str, Any]) -> str:
+    """For people: "4 passages each (median; 3 to 5)"."""
+    median, low, high = unread["passages"]
+    return f"{median:,} passages each" + (f" (median; {low:,} to {high:,})" if low < high else "")
 
 
 def unread_text(unread: Mapping[str, Any]) -> list[str]:
-    """For people: what was not read, by line."""
+    """For people: what was read, what was not, by line, and what is probably wrong."""
     skipped = sum(unread["reasons"].values())
-    lines = [f"Read {unread['requests']:,} requests of {unread['lines']:,} lines."]
-    lines += histories_text(unread)
+    num_requests, each = f"{unread['requests']:,} requests", passages_text(unread)
+    lines = [f"Read {num_requests} of {unread['lines']:,} lines, {each}."]
     if skipped:
         lines[0] += f" {skipped:,} were not read: " + "; ".join(
-            f"{count:,}: {reason}" for reason, count in unread["reasons"].items()
+            f"{reason} ({count:,} of {skipped:,})" for reason, count in unread["reasons"].items()
         )
         lines += [f"  line {number}: {reason}" for number, reason in unread["named"]]
         if skipped > len(unread["named"]):
             lines.append(f"  and {skipped - len(unread['named']):,} more")
-    return lines
+    return lines + [f"Warning: {told}" for told in warnings_text(unread)]

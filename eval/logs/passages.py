@@ -16,10 +16,12 @@ from typing import NamedTuple
 
 from eval.errors import CommandError
 from eval.logs.call import Call, Document, Message, UnreadError
+from eval.logs.cut import Cuts
 from eval.replay.trace import Logged, TraceRequest
 from radix_ext import Chunk, ChunkId
 
 SYSTEM = ("system", "developer")
+NO_SEPARATOR = "no passages beside this call, and no --separator"
 BYTES_PER_TOKEN = 4
 """Without a tokenizer: in UTF-8, about right for English, and within a factor of 2 for most."""
 _VARYING = re.compile(
@@ -53,6 +55,8 @@ class Splitter:
         separator: a regular expression. What is before its first and after its last occurrence
             is no passage;
         between: unless two more say after and before which text all of them stand.
+    Attributes:
+        is_bounded: they do.
     Raises:
         CommandError: no regular expression.
     """
@@ -62,14 +66,16 @@ class Splitter:
             self._separator, *self._between = map(re.compile, (separator, *(between or ())))
         except re.error as error:
             raise CommandError(f"not a regular expression: {error}") from None
+        self.is_bounded = bool(self._between)
 
-    def find(self, messages: Sequence[Message]) -> tuple[Region, list[str]] | None:
+    def find(self, messages: Sequence[Message]) -> tuple[Region, list[str]]:
+        """Raises UnreadError: which of the regular expressions finds nothing."""
         for index, (role, text) in reversed([*enumerate(messages)]):
             spans = [] if role == "assistant" else self._spans(text)
             spans = [span for span in spans if text[slice(*span)].strip()]
             if spans:
                 return Region(index, spans[0][0], spans[-1][1]), [text[a:b] for a, b in spans]
-        return None
+        raise UnreadError(self._missing([text for role, text in messages if role != "assistant"]))
 
     def _spans(self, text: str) -> list[tuple[int, int]]:
         start, end = 0, len(text)
@@ -78,12 +84,26 @@ class Splitter:
             if (opening := before.search(text)) is None:
                 return []
             start = opening.end()
-            closing = after.search(text, start)
-            end = end if closing is None else closing.start()
+            if (closing := after.search(text, start)) is None:
+                return []
+            end = closing.start()
         cuts = [found.span() for found in self._separator.finditer(text, start, end)]
         cuts = [(start, start), *cuts, (end, end)]
         spans = [(a[1], b[0]) for a, b in pairwise(cuts)]
         return spans if self._between else spans[1:-1]
+
+    def _missing(self, texts: Sequence[str]) -> str:
+        if self._between:
+            before, after = self._between
+            opened = [(text, found.end()) for text in texts if (found := before.search(text))]
+            if not opened:
+                return "the first text of --between is not in this call"
+            if not any(after.search(*each) for each in opened):
+                return "the second text of --between is not behind the first in this call"
+            return "nothing stands between the texts of --between in this call"
+        if not any(map(self._separator.search, texts)):
+            return "--separator matches nothing in this call"
+        return "no passages between the first and the last match of --separator in this call"
 
 
 class Passages:
@@ -94,6 +114,7 @@ class Passages:
         num_tokens: of a text; None: estimated from its bytes.
     Attributes:
         num_histories: requests with an answer before their chunks, which then find nothing.
+        cuts: of the splitter.
     """
 
     def __init__(
@@ -101,17 +122,13 @@ class Passages:
     ) -> None:
         self._splitter, self._num_tokens = splitter, num_tokens or _estimate
         self._known: dict[str, Chunk] = {}
-        self.num_histories = 0
+        self.num_histories, self.cuts = 0, Cuts()
 
     def request(self, call: Call) -> TraceRequest:
         """Raises UnreadError: no passages."""
         region, documents = self._located(call)
         if not documents:
-            raise UnreadError(
-                "no passages in this call"
-                if self._splitter or not call.messages
-                else "no passages beside this call, and no --separator"
-            )
+            raise UnreadError(NO_SEPARATOR if call.messages else "no passages in this call")
         chunks = tuple(dict.fromkeys(self._chunk(each) for each in documents))
         plain = tuple(dict.fromkeys(self._plain(each) for each in documents))
         front, question = _around(call, region)
@@ -150,10 +167,20 @@ class Passages:
             if spots:
                 region = Region(index, spots[0][0], max(end for _, end, _ in spots))
                 return region, [each for _, _, each in spots]
-        if not call.documents and self._splitter and (found := self._splitter.find(call.messages)):
-            region, texts = found
+        if not call.documents and call.messages and self._splitter:
+            region, texts = self._splitter.find(call.messages)
+            lead = "" if self._splitter.is_bounded else call.messages[region.message].text
+            self._note_cut(call, region, texts, lead[: region.start])
             return region, [Document("", text) for text in texts]
         return None, [*call.documents]
+
+    def _note_cut(self, call: Call, region: Region, texts: Sequence[str], lead: str) -> None:
+        text = call.messages[region.message].text
+        systems = [text for role, text in call.messages[: region.message] if role in SYSTEM]
+        system, lead = (digest(_masked(each, call.user)) for each in ("\0".join(systems), lead))
+        self.cuts.add(
+            [text[: region.start], *texts, text[region.end :]], system=system, lead=lead
+        )
 
     def _chunk(self, document: Document) -> Chunk:
         if document.text is None:

@@ -39,7 +39,16 @@ from eval.replay.eviction_queue import EVICTION_POLICIES
 from eval.replay.exact import ADMISSION_POLICIES, DEDUP_POLICIES
 from eval.replay.fused_cell import FusedCell, add_options, server_config
 from eval.replay.generated import GeneratedTrace, PooledTrace, SysXTrace
-from eval.replay.grid import AXES, Cell, baseline_of, comparison, derived_capacities, grid
+from eval.replay.grid import (
+    AXES,
+    SMALL_POOL,
+    Cell,
+    baseline_of,
+    comparison,
+    derived_capacities,
+    grid,
+    room_text,
+)
 from eval.replay.mistakes import MistakeCell, mistakes_of
 from eval.replay.offloading import HOST_ADMISSIONS
 from eval.replay.page import About, write_page
@@ -64,8 +73,8 @@ from sglang_chunkcache import ChunkCacheConfig
 
 BLOCK = 50
 IN_FLIGHT_PER_RANK = 16
-SMALL_POOL = 20_000
-"""Tokens, or 256 times as many as chunks: no server has less, so a page draws no smaller cache."""
+SMALL_POOL_CHUNKS = SMALL_POOL // 256
+"""Of a usual length: a page draws no smaller cache."""
 MAX_BLOCKS = 1000
 """More do not make an interval more exact, but slower to compute."""
 WORLD_REQUESTS = 1000
@@ -109,15 +118,20 @@ def main(argv: Sequence[str]) -> int:
             results = run.results()
     except CallerError as error:
         raise CommandError(str(error)) from None
+    is_named = is_timed or any(getattr(options, name) for name in AXES)
+    room = room_text(facts) if facts.has_lengths and not is_named else ""
     if told is not None:
         is_estimated = options.log is not None and options.tokenizer is None
-        about = About(_source(options), told, facts.distinct_chunks, is_estimated, options.worth)
+        source, num_chunks = _source(options), facts.distinct_chunks
+        about = About(source, told, num_chunks, is_estimated, options.worth, room)
         write_page(options.html, results, about)
     if options.json:
         print(json.dumps(results))
     else:
-        said = [*map(_text, results["tables"]), "", *results["verdict"], ""]
-        said += [*unread_text(results["unread"]), ""] if unread else []
+        said = [*map(_text, results["tables"]), *filter(None, [room]), ""]
+        said += [*results["verdict"], ""]
+        if isinstance(trace, LogFile):
+            said += [*unread_text(results["unread"]), *trace.example, ""]
         said += [f"page: {options.html}"] if options.html else []
         print("\n".join([*said, f"record: {folder}"]))
     return 0
@@ -129,8 +143,9 @@ def _parser() -> argparse.ArgumentParser:
         description=(
             "Replay a trace of retrieved chunks against a cache of limited size. Without any"
             " setting of the grid it compares stock, CRAFT and ours, with unlimited capacity and"
-            " with capacity for a quarter and an eighth of the distinct chunks; for conversations"
-            " also stock with an application that leaves out chunks already shown."
+            " with capacity for a quarter and an eighth of the distinct chunks, in tokens for at"
+            f" least {SMALL_POOL:,}; for conversations also stock with an application that leaves"
+            " out chunks already shown."
         ),
         epilog="\n".join(
             str(each.__doc__) for each in (trace_format, openai, spans, generated)
@@ -169,7 +184,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--separator", metavar="REGEX", help=text)
     text = "the texts before and after all passages of a message, regular expressions"
-    add("--between", nargs=2, metavar="REGEX", help=text)
+    add("--between", nargs=2, metavar="REGEX", help=f"{text}; $ is the end, a first - is [-]")
     text = f"words, a tokenizer.json, a model's name; default: {BYTES_PER_TOKEN} bytes are a token"
     add("--tokenizer", help=f"counts the tokens of --log: {text}")
     add("--html", type=Path, help="draw the results as a page in this file")
@@ -396,8 +411,7 @@ def _drawn(
     limited = [
         cell
         for cell in ours
-        if cell.capacity_tokens >= (1 if options.capacity_tokens else SMALL_POOL)
-        or cell.capacity >= SMALL_POOL // 256
+        if cell.capacity_tokens or cell.capacity >= SMALL_POOL_CHUNKS
     ]
     mine = next(iter([*limited, *ours]), None)
     labels = [{"cell": cell.label} for cell in cells]

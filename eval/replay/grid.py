@@ -15,6 +15,9 @@ from radix_ext import OrderPolicy, TailPolicy
 
 Entry = Mapping[str, Any]
 """A sample, or an entry of the results, with a `cell`."""
+SMALL_POOL, LARGE_POOL = 50_000, 1_000_000
+"""Tokens of servers' KV pools, of the order of magnitude: no smaller cache is replayed unless it is
+named."""
 MAX_VISITS = 64
 """Bound of the search for an order, as the server's."""
 
@@ -125,14 +128,25 @@ def derived_capacities(facts: TraceFacts) -> list[tuple[int, int]]:
     """No limit, a quarter and an eighth of the trace's distinct chunks; in tokens if the trace has
     lengths.
 
-    Sizes that cannot hold the trace's largest request are unrealistic and left out.
+    Unrealistic sizes are replaced, or left out: tokens that no pool is as small as, sizes that
+    cannot hold the trace's largest request, and those that hold all requests.
     """
     if facts.has_lengths:
-        sizes = [(0, facts.distinct_tokens // part) for part in (4, 8)]
+        sizes = [(0, max(SMALL_POOL, facts.distinct_tokens // part)) for part in (4, 8)]
+        low, high = facts.largest_tokens, facts.num_tokens - 1
     else:
         sizes = [(facts.distinct_chunks // part, 0) for part in (4, 8)]
-    largest = facts.largest_tokens if facts.has_lengths else facts.largest_chunks
-    return [(0, 0), *(size for size in sizes if max(size) >= largest)]
+        low, high = facts.largest_chunks, facts.distinct_chunks
+    return [(0, 0), *(size for size in dict.fromkeys(sizes) if low <= max(size) <= high)]
+
+
+def room_text(facts: TraceFacts) -> str:
+    """For people: what the capacities that were derived from tokens are beside a server's."""
+    fits = ", enough for all of these requests: no smaller cache is replayed"
+    return (
+        f"A server's KV pool has room for {SMALL_POOL:,} to {LARGE_POOL:,} tokens"
+        f"{fits if facts.num_tokens <= SMALL_POOL else ''}. --capacity-tokens N replays yours."
+    )
 
 
 def baseline_of(cell: Mapping[str, Any], cells: Sequence[Entry]) -> Entry | None:

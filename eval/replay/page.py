@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from eval.errors import CommandError
-from eval.logs.log_file import histories_text
+from eval.logs.log_file import passages_text, warnings_text
 from eval.replay.drawing import Bar, Point, axis, lines, row
 from eval.replay.mistakes import mistakes_of
 from eval.replay.survey import DAY_S, HOUR_S, Survey
@@ -55,7 +55,7 @@ td{padding:.2rem .6rem .2rem 0;border-bottom:1px solid var(--line);white-space:n
 class About(NamedTuple):
     """What the results do not have.
 
-    `source` is the trace's name; `are_estimated`: its tokens.
+    `source` is the trace's name; `are_estimated`: its tokens; `room` explains the capacities.
     """
 
     source: str
@@ -63,6 +63,7 @@ class About(NamedTuple):
     num_chunks: int
     are_estimated: bool
     worth: float
+    room: str
 
 
 def write_page(path: Path, results: Results, about: About) -> None:
@@ -110,11 +111,12 @@ class _Page:
         notes = [f"Leave out {cure[1]}: {cure[0]:.1%} would be found."] if cure else []
         if not self._results["overlap_by_k"][0]["heads"]["headed"]:
             notes.append("Assumed: the same system prompt before all chunks.")
-        notes += histories_text(self._unread) if self._unread else []
+        notes += warnings_text(self._unread) if self._unread else []
         if contrast["n"] < MIN_REQUESTS:
             notes.append(f"A verdict needs {MIN_REQUESTS} requests.")
         if self._about.are_estimated and self._unit == "tokens":
             notes.append("Tokens are estimated as a quarter of the bytes; --tokenizer counts them.")
+        passages = f"{passages_text(self._unread)}, " if self._unread else ""
         is_dated = told.has_times and told.first_s > EPOCH_S
         when = f", {_date(told.first_s)} to {_date(told.last_s)} UTC" if is_dated else ""
         return (
@@ -123,8 +125,8 @@ class _Page:
             f' {escape(self._stock_name)} <b class="stock">{self._saved(self._stock["cell"]):.1%}'
             f"</b>: {value} points, 95% interval {low} to {high}.</p>"
             + "".join(f'<p class="note">{escape(note)}</p>' for note in notes)
-            + f'<p class="soft">{told.num_requests:,} requests{when},'
-            f" {self._about.num_chunks:,} different chunks. Every figure is a replay by the"
+            + f'<p class="soft">{told.num_requests:,} requests{when}, {passages}'
+            f"{self._about.num_chunks:,} different chunks. Every figure is a replay by the"
             " server's own order and eviction; no model was run. What is found need not be"
             " computed; how much sooner an answer begins is not replayed.</p>"
         )
@@ -141,7 +143,8 @@ class _Page:
                 bars = _bars(ours, ours - contrast["value"])
                 rows.append(row(_room(one["cell"]), note, bars, mark=most))
         key = self._key(f"the most that reuse could find: {most:.1%}")
-        return f"<h2>How much room the cache has</h2>{key}{''.join(rows)}{axis()}"
+        note = f'<p class="soft">{self._about.room}</p>' if self._about.room else ""
+        return f"<h2>How much room the cache has</h2>{note}{key}{''.join(rows)}{axis()}"
 
     def over_time(self) -> str:
         told, points = self._told, []
@@ -173,7 +176,9 @@ class _Page:
     def by_age(self) -> str:
         everything = sum(total for _, total, _ in self._ours["ages"])
         rows: list[str] = []
+        is_less = False
         for (name, total, ours), (*_, stock) in self._pairs("ages"):
+            is_less |= ours < stock
             note = f"{_share(total, everything):.1%} of {self._what}"
             bars = _bars(_share(ours, total), _share(stock, total))
             if not rows:  # the first time
@@ -181,6 +186,10 @@ class _Page:
             elif total:
                 rows.append(row(name, note, bars))
         note = "How long ago a chunk was last retrieved, by anyone."
+        if is_less:
+            note += " sglang-chunkcache puts chunks first that are retrieved often: one retrieved"
+            note += " seldom stands behind them, and is found less often than where a retriever"
+            note += " puts it first."
         return self._section("By age of the chunk", note, rows)
 
     def mistakes(self) -> str:

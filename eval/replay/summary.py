@@ -121,14 +121,15 @@ def _table(results: Mapping[str, Any]) -> dict[str, Any]:
 def _density_table(density: Sequence[Mapping[str, float]]) -> dict[str, Any]:
     rows = [
         {
-            "first k chunks": f"{row['k']}",
-            "earlier requests with them": f"{row['earlier']:.2f}",
+            "same first chunks": f"{row['k']}",
+            "earlier requests, mean": f"{row['earlier']:.2f}",
             "requests with any": f"{row['found']:.1%}",
         }
         for row in density
     ]
     note = (
-        f"In the same order, among the {Recurrence.WINDOW} requests before (Cache-Craft fig. 6b)."
+        f"How many of the {Recurrence.WINDOW:,} requests before one begin with the same chunks in"
+        " the same order, so that stock SGLang finds these."
     )
     return {"title": "How often the first chunks recur", "rows": rows, "note": note}
 

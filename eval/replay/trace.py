@@ -103,6 +103,8 @@ class TraceFacts:
     num_turns: Mapping[str, int] = field(default_factory=dict)
     distinct_chunks: int = 0
     distinct_tokens: int = 0
+    num_tokens: int = 0
+    """Of all chunks of all requests."""
     largest_chunks: int = 0
     largest_tokens: int = 0
     num_headed: int = 0
@@ -133,6 +135,7 @@ def scan(trace: Iterable[TraceRequest]) -> TraceFacts:
             facts.has_lengths &= request.has_lengths
             facts.largest_chunks = max(facts.largest_chunks, len(lengths))
             facts.largest_tokens = max(facts.largest_tokens, sum(lengths))
+            facts.num_tokens += sum(lengths)
             facts.distinct_tokens += sum(
                 chunk.num_tokens for chunk in request.chunks if chunk.id not in ids
             )
@@ -212,7 +215,9 @@ class TraceFile:
         """The distinct chunks of one line, and whether their lengths are known."""
         field = "passages" if "passages" in row else "chunks"
         if field not in row:
-            raise CommandError(f"{where}: has neither passages nor chunks")
+            raise CommandError(
+                f"{where}: has neither passages nor chunks; is it a log of calls? --log reads one"
+            )
         names, lengths = names_of(row, field, where), row.get("lengths")
         if self._lengths is not None:
             lengths = [self._lengths.get(("passage", name)) for name in names]

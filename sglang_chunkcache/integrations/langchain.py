@@ -7,7 +7,9 @@ retriever over the server's index.
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +33,16 @@ from langchain_core.messages import (
 )
 from langchain_core.messages.ai import InputTokenDetails, UsageMetadata
 from langchain_core.messages.tool import tool_call_chunk
-from langchain_core.output_parsers import BaseOutputParser, StrOutputParser
+from langchain_core.output_parsers import StrOutputParser
 from langchain_core.output_parsers.openai_tools import make_invalid_tool_call, parse_tool_call
 from langchain_core.outputs import ChatGeneration, ChatGenerationChunk, ChatResult
-from langchain_core.prompts import BasePromptTemplate
+from langchain_core.prompt_values import PromptValue
+from langchain_core.prompts import BasePromptTemplate, format_document
 from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import Runnable, RunnableLambda
 from langchain_core.tools import BaseTool
 from langchain_core.utils.function_calling import convert_to_openai_tool
-from pydantic import Field, SecretStr
+from pydantic import AliasChoices, ConfigDict, Field, SecretStr
 
 from sglang_chunkcache.integrations.call_log import CallLog
 from sglang_chunkcache.integrations.server import (
@@ -49,6 +52,11 @@ from sglang_chunkcache.integrations.server import (
     Endpoint,
     chunks_of,
 )
+
+logger = logging.getLogger(__name__)
+
+TIMEOUT_NAMES = AliasChoices("timeout_s", "timeout")
+"""Of other models LangChain calls it `timeout`."""
 
 
 class ChatChunkCache(BaseChatModel):
@@ -61,12 +69,14 @@ class ChatChunkCache(BaseChatModel):
     where not every document has an id of its own.
     """
 
+    model_config = ConfigDict(extra="forbid")
+
     base_url: str = DEFAULT_URL
     api_key: SecretStr | None = None
     model: str = "default"
     temperature: float | None = None
     max_tokens: int | None = None
-    timeout_s: float = 600.0
+    timeout_s: float = Field(default=600.0, validation_alias=TIMEOUT_NAMES)
     conversation_id: str | None = None
     """Of the server's stored turns; also an argument of a call."""
     order: str | None = None
@@ -168,6 +178,7 @@ class ChatChunkCache(BaseChatModel):
         if (choice := _choice(body.pop("tool_choice", None))) is not None:
             body["tool_choice"] = choice
         if documents is not None:
+            _check_documents(documents, "documents")
             texts = [document.page_content for document in documents]
             body["chunks"] = chunks_of(texts, [document.id for document in documents])
         return body
@@ -177,26 +188,41 @@ def create_chunks_chain(
     llm: Runnable[LanguageModelInput, BaseMessage],
     prompt: BasePromptTemplate[Any],
     *,
-    output_parser: BaseOutputParser[Any] | None = None,
+    output_parser: Runnable[Any, Any] | None = None,
+    document_prompt: BasePromptTemplate[str] | None = None,
     document_variable_name: str = "context",
 ) -> Runnable[dict[str, Any], Any]:
-    """In place of LangChain's `create_stuff_documents_chain`, and called like it: the documents in
-    `document_variable_name` go to the server as chunks, and the prompt has nothing in their
-    place.
+    """In place of LangChain's `create_stuff_documents_chain`, and called like it, but for
+    `document_separator`, which is the server's: the documents in `document_variable_name` go to
+    the server as chunks in front of the last user message's text, and the prompt has nothing in
+    their place. The chain raises TypeError where they are no list of `Document`s.
 
     Args:
         llm: a `ChatChunkCache`, or one with tools or other arguments bound.
-        output_parser: None: the text.
+        output_parser: None: the text; `RunnablePassthrough()`: the message, with its metadata.
+        document_prompt: a chunk's text, of `page_content` and metadata; None: `page_content`.
     """
     parser = output_parser or StrOutputParser()
+    name = document_variable_name
+    place = f"\ue000{{{name}}}\ue001"  # readable in traces, and in nobody's text
 
     def route(inputs: dict[str, Any]) -> Runnable[dict[str, Any], Any]:
-        documents = inputs.get(document_variable_name)
+        documents = inputs.get(name)
         if documents is None:
-            raise ValueError(f"no documents in {document_variable_name!r}")
-        filled = RunnableLambda(lambda given: {**given, document_variable_name: ""})
-        asked = RunnableLambda(lambda value: with_documents(value.to_messages(), documents))
-        return filled | prompt | asked | llm | parser
+            raise ValueError(f"no documents in {name!r}")
+        _check_documents(documents, name)
+        if document_prompt is not None:
+            documents = [
+                Document(id=each.id, page_content=format_document(each, document_prompt))
+                for each in documents
+            ]
+
+        def placed(value: PromptValue) -> list[BaseMessage]:
+            messages = [_without_place(each, place) for each in value.to_messages()]
+            return with_documents(messages, documents)
+
+        filled = RunnableLambda(lambda given: {**given, name: place})
+        return filled | prompt | RunnableLambda(placed) | llm | parser
 
     return RunnableLambda(route).with_config(run_name="chunks_chain")
 
@@ -205,12 +231,14 @@ class ChunkCacheRetriever(BaseRetriever):
     """Passages of the server's index (`--index`), best first, with `score`, `title` and `mode` as
     metadata."""
 
+    model_config = ConfigDict(extra="forbid")
+
     base_url: str = DEFAULT_URL
     api_key: SecretStr | None = None
     k: int = 5
     mode: str | None = None
     """`dense`, `bm25`, `fusion` or `filled`; None: the server's."""
-    timeout_s: float = 60.0
+    timeout_s: float = Field(default=60.0, validation_alias=TIMEOUT_NAMES)
 
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun
@@ -259,7 +287,8 @@ def with_documents(
 ) -> list[BaseMessage]:
     """The documents in the last message of a user, where nothing on the way to the model drops
     them, as LangChain's structured output drops arguments of a call.
-    Raises ValueError: there is no such message."""
+    Raises ValueError: there is no such message; TypeError: no list of `Document`s."""
+    _check_documents(documents, "documents")
     for index in reversed(range(len(messages))):
         message = messages[index]
         if isinstance(message, HumanMessage):
@@ -272,6 +301,54 @@ def with_documents(
             changed = message.model_copy(update={"content": [*blocks, *rest]})
             return [*messages[:index], changed, *messages[index + 1 :]]
     raise ValueError("the prompt has no message of a user")
+
+
+def _check_documents(given: Any, name: str) -> None:
+    if isinstance(given, str) or not all(isinstance(each, Document) for each in given):
+        raise TypeError(
+            f"{name!r} must be a list of Documents, not formatted text: the server finds a"
+            " document's KV by the text of that document alone (`document_prompt` formats each)"
+        )
+
+
+def _without_place(message: BaseMessage, place: str) -> BaseMessage:
+    """The message, in which nothing stands for the documents."""
+    content = message.content
+    changed: Any = (
+        _text_without(content, place)
+        if isinstance(content, str)
+        else [
+            {**each, "text": _text_without(each["text"], place)}
+            if isinstance(each, dict) and each.get("type") == "text"
+            else each
+            for each in content
+        ]
+    )
+    return message.model_copy(update={"content": changed})
+
+
+def _text_without(text: str, place: str) -> str:
+    """White space around the place goes with it where it would end or begin the text, or double."""
+    before, found, after = text.partition(place)
+    if not found:
+        return text
+    if any(line.strip() for line in before.split("\n")[-2:]):
+        _warn_of_introduction(place[1:-1])
+    if not after.strip():
+        return before.rstrip()
+    if not before.strip():
+        return _text_without(after.lstrip(), place)
+    return _text_without(before + (after.lstrip() if before[-1].isspace() else after), place)
+
+
+@cache
+def _warn_of_introduction(name: str) -> None:
+    """Once, and without the prompt's words, which may be a user's."""
+    logger.warning(
+        "words directly before %s introduce nothing: the documents go in front of the text of the"
+        " last user message (a template: sglang_chunkcache/integrations/README.md, LangChain)",
+        name,
+    )
 
 
 def _message(message: BaseMessage) -> dict[str, Any]:

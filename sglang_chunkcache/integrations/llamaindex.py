@@ -45,7 +45,7 @@ class ChunkCacheSynthesizer(BaseSynthesizer):
 
     Args:
         system_prompt: in front of all chunks; None: no system message.
-        fields: of the request: `temperature`, `max_tokens`, `conversation_id`, `reuse`, ...
+        extra_body: any other field of the request. Of one call, arguments of `synthesize` are.
     """
 
     def __init__(
@@ -55,13 +55,26 @@ class ChunkCacheSynthesizer(BaseSynthesizer):
         api_key: str | None = None,
         model: str = "default",
         system_prompt: str | None = None,
+        temperature: float | None = None,
+        max_tokens: int | None = None,
+        conversation_id: str | None = None,
+        order: str | None = None,
+        reuse: Any = None,
+        extra_body: Mapping[str, Any] | None = None,
         streaming: bool = False,
         timeout_s: float = 600.0,
-        **fields: Any,
     ) -> None:
         super().__init__(llm=MockLLM(), streaming=streaming)  # never asked
         self._endpoint = Endpoint(base_url, api_key, timeout_s)
-        self._fields = {"model": model, **fields}
+        named = {
+            "temperature": temperature,
+            "max_tokens": max_tokens,
+            "conversation_id": conversation_id,
+            "order": order,
+            "reuse": reuse,
+        }
+        given = {name: value for name, value in named.items() if value is not None}
+        self._fields = {"model": model, **given, **(extra_body or {})}
         self._system_prompt = system_prompt
 
     def synthesize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import ssl
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ MAX_ID = 256
 class Endpoint:
     """
     Args:
-        url: of the server, without a path.
+        url: of the server; `/rag/v1` or `/v1`, which OpenAI's client needs, may follow.
         timeout_s: that the server may be silent.
 
     Calls raise:
@@ -79,8 +80,8 @@ class Endpoint:
     def _options(self) -> dict[str, Any]:
         headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         timeout = httpx.Timeout(self.timeout_s, connect=10.0)
-        base = {"base_url": self.url.rstrip("/"), "headers": headers, "timeout": timeout}
-        return {**base, "verify": _tls()}
+        base = re.sub(r"(/rag)?/v1$", "", self.url.rstrip("/"))
+        return {"base_url": base, "headers": headers, "timeout": timeout, "verify": _tls()}
 
 
 class Joined:

@@ -188,7 +188,7 @@ def test_sys_x_is_replayed_and_says_how_often_first_chunks_recur(
 ) -> None:
     command = ["replay", "--sys-x", "200", "--order", "retriever", "--out"]
     assert main([*command, str(tmp_path / "shown")]) == 0
-    assert "first k chunks  earlier requests with them  requests with any\n" in (
+    assert "same first chunks  earlier requests, mean  requests with any\n" in (
         capsys.readouterr().out
     )
     assert main([*command, str(tmp_path / "run"), "--json"]) == 0
@@ -301,14 +301,31 @@ def test_sizes_below_one_request_are_left_out(
     assert read_record(tmp_path / "run-0")["spec"]["block"] == 12, "a tenth of a short trace"
 
 
-def test_token_capacities_come_from_the_lengths(replay: RunReplay) -> None:
-    """A quarter and an eighth of the distinct chunks' tokens, or what is named."""
-    records = [{**record, "lengths": [10] * 5} for record in popular_sets(120)]
+@pytest.mark.parametrize(
+    ("length", "capacities", "told"),
+    [
+        (10, [0], "tokens, enough for all of these requests: no smaller cache is replayed."),
+        (1000, [0, 50_000], "A server's KV pool has room for 50,000 to 1,000,000 tokens. --cap"),
+        (10_000, [0, 125_000, 62_500], "--capacity-tokens N replays yours."),
+    ],
+)
+def test_token_capacities_come_from_the_lengths(
+    replay: RunReplay,
+    capsys: pytest.CaptureFixture[str],
+    length: int,
+    capacities: list[int],
+    told: str,
+) -> None:
+    """A quarter and an eighth of the distinct chunks' tokens that a server's pool is not below, or
+    what is named."""
+    records = [{**record, "lengths": [length] * 5} for record in popular_sets(120)]
     results = replay(records)
-    assert axis(results, "capacity_tokens")[::3] == [0, 125, 62]
+    assert axis(results, "capacity_tokens")[::3] == capacities
     assert results["cells"][0]["token_hit_rate"]["value"] > 0
-    (cell,) = replay(records, "--order tree --capacity-tokens 125")["cells"]
+    assert told in capsys.readouterr().out
+    (cell,) = replay(records, f"--order tree --capacity-tokens {12.5 * length:.0f}")["cells"]
     assert cell["peak_nodes"] == 12
+    assert "KV pool" not in capsys.readouterr().out
 
 
 def test_warm_up_is_served_and_not_measured(replay: RunReplay) -> None:

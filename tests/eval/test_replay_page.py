@@ -84,6 +84,35 @@ def test_figures_are_the_replays(tmp_path: Path) -> None:
     ]
 
 
+def test_passages_are_shown_at_the_terminal_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A wrong cut is told on the page, and seen at the terminal."""
+    rows = calls(120)
+    for at, row in enumerate(rows):
+        text = row["messages"][1]["content"].removeprefix("Read.")
+        row["messages"][1]["content"] = f"secret passage {'abcdef'[at % 6]}{text}"
+    page, results = draw(tmp_path, rows, r"--separator \n\n")
+    told = capsys.readouterr().out
+    assert re.search(r"before the passages +\d+ characters: secret passage a\n", told)
+    for text in ("3 passages each", "behind the same system message: a passage is probably in it"):
+        assert text in told
+        assert text in words(page)
+    assert "secret" not in page + json.dumps(results)
+
+
+def test_age_in_which_stock_finds_more_is_explained(tmp_path: Path) -> None:
+    """A seldom chunk that a retriever puts first stands behind the others in our order."""
+    often = [{"passages": ["a", "b", f"{at}"]} for at in range(110)]
+    rows = [{"passages": ["seldom"]}, *often, {"passages": ["seldom", "a", "b"]}]
+    explained = "puts chunks first that are retrieved often"
+    page, results = draw(tmp_path, rows, "", kind="--trace")
+    stock, ours = ({name: sums for name, *sums in r["ages"]} for r in results["page"]["replays"])
+    assert (stock["101 to 1,000 requests"], ours["101 to 1,000 requests"]) == ([1, 1], [1, 0])
+    assert explained in words(page)
+    assert explained not in words(draw(tmp_path, rows[:-1], "", kind="--trace")[0])
+
+
 def test_mistakes_that_are_put_in(tmp_path: Path) -> None:
     """One chunk list in 100 requests: found in all but the first, unless the mistake parts them."""
     rows = calls(100, sets=1)

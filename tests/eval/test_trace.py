@@ -131,7 +131,7 @@ def test_byte_order_mark_is_no_mistake(path: Path) -> None:
     [
         ("[1, 2]", "must be a JSON object"),
         ('{"passages": [}', "Expecting value"),
-        ('{"question": "?"}', "has neither passages nor chunks"),
+        ('{"question": "?"}', "is it a log of calls? --log reads one"),
         ('{"passages": "abc"}', "passages must be a list of strings or integers"),
         ('{"passages": [1.5]}', "passages must be a list of strings or integers"),
         ('{"chunks": [{"id": 1}]}', "chunks must be a list of strings or integers"),

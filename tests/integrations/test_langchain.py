@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,10 +15,10 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.documents import Document
 from langchain_core.language_models import FakeListChatModel
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
-from langchain_core.prompts import ChatPromptTemplate
+from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.retrievers import BaseRetriever
-from langchain_core.runnables import RunnableLambda
-from pydantic import BaseModel
+from langchain_core.runnables import RunnableLambda, RunnablePassthrough
+from pydantic import BaseModel, ValidationError
 
 from eval.logs.log_file import LogFile
 from eval.logs.passages import Passages, digest
@@ -28,6 +29,7 @@ from sglang_chunkcache.integrations.langchain import (
     ChatChunkCache,
     ChunkCacheRetriever,
     _result,
+    _warn_of_introduction,
     create_chunks_chain,
     with_documents,
 )
@@ -159,6 +161,69 @@ def test_chain_in_place_of_stuffing(llm: ChatChunkCache) -> None:
     assert inputs["context"][0].id == "jonas"
     with pytest.raises(ValueError, match="no documents in 'context'"):
         chain.invoke({"input": QUESTION})
+
+
+@pytest.mark.parametrize(
+    ("system", "user", "want", "is_told"),
+    [
+        ("Answer.", "{context}\n\nQ: {input}", ["Answer.", "Q: x"], False),
+        ("Answer.\n\n{context}", "{input}", ["Answer.", "x"], False),
+        ("a", "Read.\n\n{context}\n\nQ: {input}", ["a", "Read.\n\nQ: x"], False),
+        ("a", "Context:\n{context}\n\nQ: {input}", ["a", "Context:\nQ: x"], True),
+        ("Context: {context}", "{input}", ["Context:", "x"], True),
+        ("a", [{"type": "text", "text": "Of {context}, {input}"}], ["a", "Of , x"], True),
+    ],
+)
+def test_nothing_is_in_the_documents_place(
+    caplog: pytest.LogCaptureFixture, system: str, user: Any, want: list[str], is_told: bool
+) -> None:
+    """Words that introduce it are told once."""
+    _warn_of_introduction.cache_clear()
+    prompt = ChatPromptTemplate.from_messages([("system", system), ("user", user)])
+    chain = create_chunks_chain(RunnablePassthrough(), prompt, output_parser=RunnablePassthrough())
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            messages = chain.invoke({"context": documents("boris"), "input": "x"})
+    block, _ = messages[1].content
+    assert (block["id"], block["text"]) == ("boris", PASSAGES["boris"])
+    assert [messages[0].content, messages[1].content[1]["text"]] == want
+    told = ["before {context} introduce nothing" in each for each in caplog.messages]
+    assert told == [True] * is_told
+
+
+def test_document_prompt_writes_the_chunks_and_a_message_comes_back(llm: ChatChunkCache) -> None:
+    """So a source can be cited, by its name in the text or by the order of the ids."""
+    given = [
+        Document(id=each, page_content=PASSAGES[each], metadata={"source": f"{each}.txt"})
+        for each in ("jonas", "boris")
+    ]
+    cited = PromptTemplate.from_template("{page_content} ({source})")
+    prompt = ChatPromptTemplate.from_messages([("user", "{context}\n\n{input}")])
+    how: dict[str, Any] = {"document_prompt": cited, "output_parser": RunnablePassthrough()}
+    inputs = {"context": given, "input": QUESTION}
+    block, *_ = create_chunks_chain(RunnablePassthrough(), prompt, **how).invoke(inputs)[0].content
+    assert block["text"] == f"{PASSAGES['jonas']} (jonas.txt)"
+    message = create_chunks_chain(llm, prompt, **how).invoke(inputs)
+    assert sorted(message.response_metadata["chunkcache"]["order"]) == ["boris", "jonas"]
+
+
+@pytest.mark.parametrize("given", ["", "text", ["text"]])
+def test_formatted_documents_are_refused(given: Any) -> None:
+    llm = ChatChunkCache()
+    chain = create_chunks_chain(llm, ChatPromptTemplate.from_messages([("user", "{context}")]))
+    with pytest.raises(TypeError, match="'context' must be a list of Documents"):
+        chain.invoke({"context": given})
+    with pytest.raises(TypeError, match="'documents' must be a list of Documents"):
+        llm.invoke(QUESTION, documents=given)
+
+
+@pytest.mark.parametrize("made", [ChatChunkCache, ChunkCacheRetriever])
+def test_unknown_options_are_refused(made: Any) -> None:
+    """`timeout` is LangChain's name."""
+    assert made(timeout=5).timeout_s == made(timeout_s=5).timeout_s == 5
+    for extra in ("temprature", "conversationId", "max_retries"):
+        with pytest.raises(ValidationError, match=extra):
+            made(**{extra: 0})
 
 
 def test_structured_output_reads_documents_in_a_message(

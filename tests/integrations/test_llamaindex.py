@@ -99,6 +99,14 @@ def test_errors(url: str) -> None:
         engine(url, order="alphabet").query(QUESTION)
 
 
+def test_unknown_options_are_refused() -> None:
+    """The server would pass over them."""
+    made: Any = ChunkCacheSynthesizer
+    for extra in ("temprature", "timeout", "max_retries"):
+        with pytest.raises(TypeError, match=extra):
+            made(**{extra: 0})
+
+
 @pytest.mark.parametrize("is_chat", [False, True])
 def test_log_of_an_engine_is_read(tmp_path: Path, is_chat: bool) -> None:
     """LlamaIndex's own synthesizer, metadata in the texts as it puts them; no server is asked."""

@@ -8,11 +8,18 @@ pytest.importorskip("httpx")
 
 from sglang_chunkcache.errors import ServerError
 from sglang_chunkcache.front.bodies import MAX_ID_CHARS
-from sglang_chunkcache.integrations.server import MAX_ID, _Events, chunks_of
+from sglang_chunkcache.integrations.server import MAX_ID, Endpoint, _Events, chunks_of
 
 
 def test_longest_id_is_the_servers() -> None:
     assert MAX_ID == MAX_ID_CHARS
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/rag/v1", "/rag/v1/"])
+def test_url_may_be_that_of_openais_client(path: str) -> None:
+    """A proxy's own path stays."""
+    for base in ("http://a:1", "http://a:1/llm"):
+        assert Endpoint(base + path)._options()["base_url"] == base
 
 
 def test_events_end_with_line_feeds_alone() -> None:

@@ -29,6 +29,9 @@ def test_nearest_flag_is_named(words: list[str], end: str) -> None:
         (["search", "--fctory", "x"], "unrecognized arguments: --fctory x\n"),
         (["build", "--fctory", "x"], "--fctory x; did you mean --factory?\n"),
         (["build", "x"], "unrecognized arguments: x\n"),
+        (["build", "--factory", "---"], "one that begins with - is joined: --factory=---\n"),
+        (["build", "--factory"], "argument --factory: expected one argument\n"),
+        (["build", "--factory", "-h"], "argument --factory: expected one argument\n"),
     ],
 )
 def test_a_command_names_its_own_flags(

@@ -69,3 +69,24 @@ def test_usage_is_that_of_the_script() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("usage: sglang-chunkcache retrieval search ")
     assert done.stderr.endswith("unrecognized arguments: --kk; did you mean --k?\n")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "serve --model-path bundled",
+        "check --url http://127.0.0.1:9 --calibrate-selection questions.jsonl",
+        "preprocess --url http://127.0.0.1:9 --corpus c --neighbors n",
+    ],
+)
+def test_missing_installation_is_one_line(command: str) -> None:
+    """An adapter's extra has none of these packages."""
+    code = (
+        "import sys; sys.modules |= dict.fromkeys(('torch', 'msgspec'));"
+        "from sglang_chunkcache.__main__ import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *command.split()], capture_output=True)
+    last = done.stderr.decode().splitlines()[-1]
+    assert done.returncode == 2
+    assert last.startswith(f"sglang-chunkcache {command.split()[0]}: ")
+    assert "needs the server's installation: " in last

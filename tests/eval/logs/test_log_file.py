@@ -144,14 +144,18 @@ def test_lines_that_cannot_be_read_are_named(tmp_path: Path) -> None:
         (2, "not UTF-8"),
         (3, "not a JSON object"),
         (4, "no messages, prompt or span on this line"),
-        (5, "no passages in this call"),
+        (5, "--separator matches nothing in this call"),
         (6, "a request without messages"),
         (8, "no messages, prompt or span on this line"),
         (11, "the compressed file ends early"),
     ]
-    assert "SECRET" not in "\n".join(unread_text(read.unread))
+    assert "SECRET" not in (told := "\n".join(unread_text(read.unread)))
+    assert "8 were not read: no messages, prompt or span on this line (2 of 8); " in told
     log = write(tmp_path / "none.jsonl", bad[:2])
     with pytest.raises(CommandError, match="no request with passages; line 1: not JSON"):
+        LogFile(log, Passages())
+    write(log, [request(0)] * 3)
+    with pytest.raises(CommandError, match=r"line 1 and 2 more: .* --separator '\\n---\\n', or"):
         LogFile(log, Passages())
 
 
@@ -160,7 +164,7 @@ def test_histories_without_an_id_are_counted(tmp_path: Path) -> None:
     told = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
     rows = [{"messages": told + messages(CALLS[0]), **each} for each in ({}, {"session_id": "s"})]
     read = LogFile(write(tmp_path / "log.jsonl", rows), Passages(Splitter(r"\n\n", None)))
-    assert unread_text(read.unread)[1].startswith("1 of 2 requests have a conversation's history")
+    assert "1 of 2 requests have a conversation's history" in unread_text(read.unread)[1]
 
 
 def test_spans_without_texts_have_ids_alone(tmp_path: Path) -> None:

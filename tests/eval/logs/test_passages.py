@@ -34,8 +34,22 @@ def test_separator_alone_leaves_both_ends_out() -> None:
     assert [chunk.id for chunk in found.chunks] == [digest("a"), digest("b")]
     with pytest.raises(UnreadError, match="no passages"):
         read("Read this. --- What?", between=None)
+    with pytest.raises(UnreadError, match="--separator matches nothing"):
+        read("Read this. What?", between=None)
     with pytest.raises(CommandError, match="not a regular expression"):
         Splitter("(", None)
+
+
+def test_text_that_nothing_stands_behind_is_named() -> None:
+    """Up to the end of the message the question would be a passage."""
+    for text, told in (
+        ("a --- b Asked: ?", "first text of --between"),
+        ("From: a --- b", "second text of --between"),
+        ("From: Asked:", "nothing stands between"),
+    ):
+        with pytest.raises(UnreadError, match=told):
+            read(text)
+    assert len(read("From: a --- b", between=("From:", "$")).chunks) == 2
 
 
 def test_head_is_what_ours_would_have_before_the_chunks() -> None:
