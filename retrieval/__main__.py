@@ -31,8 +31,11 @@ TOP_N = 10
 """Neighbours per passage: FusionRAG's figure 7a is above 80% from ten on."""
 DEVICE_BATCH = 64
 """Passages that a model encodes at once."""
+RERANK_DEPTH = 4
+"""Candidates of the reranker for each passage asked for."""
 EMBEDDED = "default"
 """What --encoder calls the embedded encoder."""
+COLLECTION = "http(s)://host:port/collection, or file.db"
 ENCODER_FLAGS = ("dim", "query_prefix", "passage_prefix", "normalize")
 EPILOG = """from a folder of documents to an answered question in three commands:
   python -m retrieval build docs --out index
@@ -83,12 +86,17 @@ def _parser() -> argparse.ArgumentParser:
         return added
 
     def add_index(add: Callable[..., Any], *, searched: bool = False, loads: bool = False) -> None:
-        add("index", type=Path, metavar="DIR", help="the index's directory")
+        if searched and loads:
+            text = f"the index's directory, or a Milvus collection: {COLLECTION}"
+            add("index", metavar="INDEX", help=text)
+        else:
+            add("index", type=Path, metavar="DIR", help="the index's directory")
         if searched:
             text = f"lists visited in an IVF index; candidates in HNSW (default: {NPROBE})"
             add("--nprobe", type=int, metavar="N", default=NPROBE, help=text)
         if loads:
-            add("--encoder", metavar="PATH", help="path of the index's encoder, if it has moved")
+            text = "path of the index's encoder, if it has moved; a collection's encoder, or the"
+            add("--encoder", metavar="PATH", help=f"{text} directory of an index that has it")
             add("--device", metavar="NAME", help="device of the encoder")
 
     summary = "make an index of documents, continue a build, or add documents to an index"
@@ -100,6 +108,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--k", type=int, metavar="N", default=K, help=f"number of passages (default: {K})")
     text = "default: filled (bm25's, then dense's), or fusion if the index was built with --encoder"
     add("--mode", choices=("filled", "fusion", "dense", "bm25"), help=text)
+    text = "a sentence-transformers CrossEncoder that ranks what is found, path or hub name"
+    add("--reranker", metavar="PATH", help=text)
+    text = f"candidates that it reads, as a multiple of --k (default: {RERANK_DEPTH})"
+    add("--rerank-depth", type=int, metavar="N", default=RERANK_DEPTH, help=text)
     add("--json", action="store_true", help="print one JSON object")
 
     add = command(_neighbors, "write every passage's nearest passages to a file").add_argument
@@ -109,6 +121,10 @@ def _parser() -> argparse.ArgumentParser:
     add("--corpus", type=Path, metavar="FILE", help=text)
     text = f"neighbours of each passage (default: {TOP_N})"
     add("--top-n", type=int, metavar="N", default=TOP_N, help=text)
+
+    add = command(_copy, "copy an index into a new Milvus collection").add_argument
+    add_index(add)
+    add("--to", required=True, metavar="PLACE", help=f"the collection: {COLLECTION}")
 
     add = command(_inspect, "show the contents of an index and check its files").add_argument
     add_index(add)
@@ -297,19 +313,26 @@ def _encoder(
 
 def _search(args: argparse.Namespace) -> None:
     """Find the best passages for a question."""
-    from retrieval.retriever import Retriever
+    from retrieval.hits import timed
+    from retrieval.opening import open_searcher
+    from retrieval.reranker import Reranker
 
     # Not verified: checksums would read every file for one question.
     with bar("open", None):
-        retriever = Retriever.open(
+        retriever = open_searcher(
             args.index, encoder=args.encoder, device=args.device, verify=False, threads=None
         )
+        reranker = Reranker(args.reranker, device=args.device) if args.reranker else None
     query, mode = utf8(" ".join(args.query)), args.mode or retriever.modes[0]
-    result = retriever.search([query], k=args.k, mode=mode, nprobe=args.nprobe)
-    hits = result.hits[0]
+    depth = args.rerank_depth if reranker else 1
+    found = retriever.search([query], k=args.k * depth, mode=mode, nprobe=args.nprobe)
+    hits, ms = found.hits[0], found.ms
+    if reranker:
+        with timed(ms, "rerank"):
+            hits = reranker.rerank(query, hits, k=args.k)
     if args.json:
         rows = [{**_row(hit.passage), "score": hit.score, "mode": hit.mode} for hit in hits]
-        print(json.dumps({"query": query, "passages": rows, "ms": result.ms}, ensure_ascii=False))
+        print(json.dumps({"query": query, "passages": rows, "ms": ms}, ensure_ascii=False))
         return
     for rank, hit in enumerate(hits, 1):
         print(f"{rank}. {hit.passage.id}  {hit.mode} {hit.score:.4f}  {hit.passage.title}")
@@ -332,6 +355,18 @@ def _neighbors(args: argparse.Namespace) -> None:
         if args.corpus:
             write_corpus(index, args.corpus, progress=progress)
     print(f"{args.out}: {lines} passages")
+
+
+def _copy(args: argparse.Namespace) -> None:
+    """Copy an index's passages and vectors into a new Milvus collection, whose encoder is then the
+    index's. The token is MILVUS_TOKEN's, or in the file that MILVUS_TOKEN_FILE names."""
+    from retrieval.index import Index
+    from retrieval.milvus import copy_index
+
+    index = Index.open(args.index, verify=False)
+    with progress_bars() as progress:
+        copied = copy_index(index, args.to, progress=progress)
+    print(f"{args.to}: {copied} passages")
 
 
 def _inspect(args: argparse.Namespace) -> None:

@@ -17,6 +17,9 @@ from retrieval.errors import CorruptIndexError, RetrievalError
 from retrieval.hashed_encoder import STATE_FILE, HashedEncoder
 from retrieval.sentence_encoder import SentenceEncoder
 
+QUERY_BATCH = 32
+"""Queries that a model encodes at once."""
+
 
 class Encoder(Protocol):
     """Texts to vectors. Thread-safe.

@@ -2,7 +2,9 @@
 
 ValueError
 └── RetrievalError       a mistake in flags, files or queries: one line that names it
-    └── CorruptIndexError  an index directory that is damaged, incomplete or made by something else
+    ├── CorruptIndexError  an index directory that is damaged, incomplete or made by something else,
+    │                      or a collection that is
+    └── UnavailableError   a vector database that does not answer now
 """
 
 
@@ -12,6 +14,10 @@ class RetrievalError(ValueError):
 
 class CorruptIndexError(RetrievalError):
     """The index directory differs from its manifest."""
+
+
+class UnavailableError(RetrievalError):
+    """Try again later."""
 
 
 def first_line(error: BaseException) -> str:

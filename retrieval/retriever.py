@@ -13,26 +13,20 @@ finishes on what it started with. Knows no server, and no model except the encod
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import faiss
 
-from retrieval.encoder import Encoder, load_encoder
+from retrieval.encoder import QUERY_BATCH, Encoder, load_encoder
 from retrieval.errors import CorruptIndexError, RetrievalError
 from retrieval.hashed_encoder import STATE_FILE
+from retrieval.hits import Hit, Mode, SearchResult, timed
 from retrieval.index import Index
 from retrieval.manifest import MANIFEST, State, state_of
-from retrieval.passage import Passage
 from retrieval.rank_fusion import reciprocal_rank_fusion
-
-Mode = Literal["filled", "fusion", "dense", "bm25"]
-"""`filled`: what BM25 finds; where that is fewer than k, then what `dense` finds besides,
-with scores above 0."""
 
 RRF_CONSTANT = 60
 RANK_FUSION_DEPTH = 100
@@ -40,26 +34,6 @@ RANK_FUSION_DEPTH = 100
 up to this value, so the result for a smaller k is the beginning of the result for a larger one."""
 ZERO = 2.0**-11
 """What float16 vectors of length 1 may give as the inner product where nothing is shared."""
-QUERY_BATCH = 32
-"""Queries that a model encodes at once."""
-
-
-class Hit(NamedTuple):
-    """A passage and its score: inner product, BM25's, or the sum of reciprocal ranks, as `mode`
-    says. Scores of two modes do not compare."""
-
-    passage: Passage
-    score: float
-    mode: Literal["fusion", "dense", "bm25"]
-
-
-class SearchResult(NamedTuple):
-    """Hits of each query, best first, and milliseconds of the whole batch by phase:
-    encode, dense, bm25, read."""
-
-    hits: list[list[Hit]]
-    ms: dict[str, float]
-
 
 _Ranked = list[tuple[int, float, Literal["fusion", "dense", "bm25"]]]
 """Row, score, whose score it is; best first."""
@@ -161,19 +135,19 @@ class Retriever:
             return SearchResult([], ms)
         found: list[_Ranked] = [[] for _ in queries]
         if mode != "dense" and (bm25 := index.bm25):
-            with _timed(ms, "bm25"):
+            with timed(ms, "bm25"):
                 found = [_ranked(*bm25.search(query, k=depth), "bm25") for query in queries]
         # Of `filled` what BM25 leaves short.
         asked = [at for at, best in enumerate(found) if mode != "filled" or len(best) < k]
         if mode != "bm25" and asked:
-            with _timed(ms, "encode"):
+            with timed(ms, "encode"):
                 vectors = encoder.encode_queries([queries[at] for at in asked])
-            with _timed(ms, "dense"):
+            with timed(ms, "dense"):
                 near = self._search_dense(index, vectors, k=depth, nprobe=nprobe)
             merge = _fused if mode == "fusion" else _filled
             for at, nearest in zip(asked, near, strict=True):
                 found[at] = nearest if mode == "dense" else merge(found[at], nearest, k)
-        with _timed(ms, "read"):
+        with timed(ms, "read"):
             hits = _read(index, found)
         return SearchResult(hits, ms)
 
@@ -254,13 +228,6 @@ def _is_written_over(served: State, now: State) -> bool:
     Files that were replaced are still whole."""
     both = served.keys() & now.keys() - {MANIFEST}
     return any(served[name].inode == now[name].inode and served[name] != now[name] for name in both)
-
-
-@contextmanager
-def _timed(ms: dict[str, float], phase: str) -> Iterator[None]:
-    start = time.perf_counter()
-    yield
-    ms[phase] = round(1000 * (time.perf_counter() - start), 3)
 
 
 def _ranked(scores: Any, rows: Any, whose: Literal["dense", "bm25"]) -> _Ranked:

@@ -60,7 +60,7 @@ class SentenceEncoder:
     ) -> None:
         self._path_or_name = path_or_name
         self._options = {"batch_size": batch_size, "normalize_embeddings": normalize}
-        self._model = _load_model(path_or_name, device)
+        self._model = load_model(path_or_name, device, kind="SentenceTransformer")
         self._lock = threading.Lock()
         own_query, own_passage = own_prefixes(path_or_name, self._model.prompts)
         self.query_prefix = own_query if query_prefix is None else query_prefix
@@ -114,22 +114,21 @@ def own_prefixes(path_or_name: str, prompts: Mapping[str, str | None]) -> tuple[
     return next(published, ("", ""))
 
 
-def _load_model(path_or_name: str, device: str | None) -> Any:
+def load_model(path_or_name: str, device: str | None, *, kind: str) -> Any:
+    """The model, of the class `kind` of sentence-transformers. Raises RetrievalError."""
     try:
         _hide_broken_torchvision()
-        from sentence_transformers import SentenceTransformer
-
-        return SentenceTransformer(path_or_name, device=device)
+        load = vars(importlib.import_module("sentence_transformers"))[kind]
+        return load(path_or_name, device=device)
     except ModuleNotFoundError as err:
         what = f"sentence-transformers does not start: {err}"
         if err.name in ("sentence_transformers", "transformers", "torch"):
-            needs = f"the encoder {path_or_name} needs sentence-transformers"
-            what = f"{needs}: install the encoders extra"
+            what = f"{path_or_name} needs sentence-transformers: install the encoders extra"
         raise RetrievalError(what) from err
     # loaders of weights, tokenizers and configurations share no class of error
     except Exception as err:
         reason = first_line(err) or type(err).__name__
-        raise RetrievalError(f"cannot load {path_or_name} as an encoder: {reason}") from err
+        raise RetrievalError(f"cannot load {path_or_name} as a {kind}: {reason}") from err
 
 
 def _hide_broken_torchvision() -> None:

@@ -24,6 +24,7 @@ SHORT_FLAGS = {
     "reuse": "--reuse",
     "index": "--index",
     "encoder": "--encoder",
+    "reranker": "--reranker",
     "recompute_attention": "--recompute-attention",
 }
 """Short names of frequent flags, in addition to the long ones."""
@@ -296,11 +297,17 @@ class AuditConfig:
 @dataclass(frozen=True)
 class RetrievalConfig:
     index: str | None = knob(None)
-    """Directory of a retrieval index to search for requests (also --index). Built by `python -m
-    retrieval build`; without one, clients send their chunks."""
+    """Directory of a retrieval index, or Milvus collection (http(s)://host:port/collection or
+    file.db), to search for requests (also --index). Made by `python -m retrieval build` and `copy`;
+    without one, clients send their chunks."""
     encoder: str | None = knob(None)
-    """Path of the index's encoder, if moved since the build (also --encoder). Another encoder than
-    the one that built the index is refused."""
+    """Path of the index's encoder, if moved since the build; a collection's encoder (also
+    --encoder). Another encoder than the one that made the index is refused."""
+    reranker: str | None = knob(None)
+    """A sentence-transformers CrossEncoder that ranks what the index finds, path or hub name (also
+    --reranker). Default: the index's own order."""
+    rerank_depth: int = knob(4, low=1, high=1000)
+    """Candidates that the reranker reads, as a multiple of `k`. Its time grows with them."""
     index_verify: str = knob("on", choices=("on", "off"))
     """Check the checksums of the index's files. Reads the whole index once, and the new files of a
     newer generation; `off` for an index of hundreds of GB."""
@@ -318,13 +325,13 @@ class RetrievalConfig:
     """Requests that may wait for a search; more get HTTP 503. A server that keeps up has far fewer
     waiting."""
     retrieve_threads: int = knob(1, low=1, high=1024)
-    """Threads of encoder and index in the front process. They share the cores with SGLang's
-    threads. On busy cores all threads of a search wait for the slowest one (two cores under load:
+    """Threads of encoder, index and reranker in the front process. They share the cores with
+    SGLang's. On busy cores all threads of a search wait for the slowest one (two cores under load:
     12 queries over 3,402 vectors took 14 ms with two threads, 2 ms with one). More threads pay for
     a large index or encoder on free cores."""
     retrieve_device: str = knob("cpu")
-    """Where the encoder runs, for example cuda:0. The default is the CPU because SGLang allocates
-    the GPU's memory as if it were alone."""
+    """Where encoder and reranker run, for example cuda:0. The default is the CPU because SGLang
+    allocates the GPU's memory as if it were alone."""
     retrieve_refresh_s: float = knob(5.0, low=0.0)
     """Seconds between checks for a newer generation of the index; 0: never. A check reads one small
     file."""

@@ -76,7 +76,7 @@ def main(argv: list[str]) -> None:
     args, rest = parser.parse_known_args(argv)
     if unknown := [flag for flag in rest if flag.startswith(OUR_PREFIX)]:
         parser.error(f"unrecognized arguments: {' '.join(unknown)}{meant(unknown, _our_flags())}")
-    retriever = None
+    opened = dict[str, Any]()
     with ExitStack() as shown:
         if not args.stock:
             shown.enter_context(shown_steps())
@@ -101,20 +101,32 @@ def main(argv: list[str]) -> None:
                 settings = dataclasses.replace(settings, log="all")
             os.environ.update(settings.to_env())
             quiet.hide(settings)
-            if settings.encoder is not None and settings.index is None:
-                parser.error("--encoder needs --index")
+            for name in ("encoder", "reranker"):
+                if vars(settings)[name] is not None and settings.index is None:
+                    parser.error(f"--{name} needs --index")
             # Before SGLang and the model are loaded, so that a bad index is reported at once. Only
             # this process loads the index.
             if settings.index is not None:
                 from retrieval.errors import RetrievalError
-                from sglang_chunkcache.front.startup import open_retriever
+                from sglang_chunkcache.front.startup import open_reranker, open_retriever
 
-                step("opening the index")
-                try:
-                    retriever = open_retriever(settings)
-                except (RetrievalError, OSError) as error:
-                    parser.error(f"--index: {error}")
-        _run(rest, stock=args.stock, retriever=retriever, shown=shown, fail=parser.error)
+                opens = {"index": open_retriever, "reranker": open_reranker}
+                for name, load in opens.items():
+                    if vars(settings)[name] is None:
+                        continue
+                    step(f"opening the {name}")
+                    try:
+                        opened[name] = load(settings)
+                    except (RetrievalError, OSError) as error:
+                        parser.error(f"--{name}: {error}")
+        _run(
+            rest,
+            stock=args.stock,
+            retriever=opened.get("index"),
+            reranker=opened.get("reranker"),
+            shown=shown,
+            fail=parser.error,
+        )
 
 
 def prepare(flags: list[str], *, stock: bool, fail: Callable[[str], NoReturn]) -> Any:
@@ -272,6 +284,7 @@ def _run(
     *,
     stock: bool,
     retriever: Any,
+    reranker: Any,
     shown: ExitStack,
     fail: Callable[[str], NoReturn],
 ) -> None:
@@ -293,7 +306,8 @@ def _run(
 
             front, settings = installed(), config.from_env()
             assert settings is not None
-            front.config, front.retriever = settings, retriever  # its tree was not decided yet
+            front.config = settings  # its tree was not decided yet
+            front.retriever, front.reranker = retriever, reranker
             model, device = server_args.model_path, server_args.device
             _say(f"chunk cache {__version__}: loading {model} on {device}")
             signal.signal(signal.SIGTERM, _end)  # until front/drain.py listens

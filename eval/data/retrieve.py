@@ -17,7 +17,8 @@ from eval.progress import progress
 
 if TYPE_CHECKING:
     from retrieval.encoder import Encoder
-    from retrieval.retriever import Hit, Mode, Retriever
+    from retrieval.hits import Hit, Mode
+    from retrieval.retriever import Retriever
     from retrieval.settings import IndexSettings
 
 SEARCH_BATCH = 64

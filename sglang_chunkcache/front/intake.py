@@ -3,16 +3,19 @@ the prompt drafted and planned."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fastapi import Request
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving_chat import normalize_assistant_tool_call_arguments
 
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.errors import RequestError
+from sglang_chunkcache.errors import ChunkCacheError, RequestError
 from sglang_chunkcache.front.bodies import (
     ChunkIn,
     GenerateIn,
@@ -41,7 +44,10 @@ from sglang_chunkcache.front.request import (
     Planned,
     Timeline,
 )
-from sglang_chunkcache.front.search import Retrieval
+from sglang_chunkcache.front.search import Retrieval, chunks_of
+
+if TYPE_CHECKING:
+    from retrieval.hits import Hit
 
 MAX_TOOLS = 1000
 """Far more than a model can choose from."""
@@ -84,11 +90,18 @@ class Intake:
         # not before a request: the tree is decided late
         return self._parts.config
 
-    async def chat(self, raw_request: Request) -> tuple[ChatCompletionRequest, Planned]:
-        """A chat completion over `chunks` or over what the index finds."""
+    async def chat(
+        self, raw_request: Request, *, hints: bool
+    ) -> tuple[ChatCompletionRequest, Planned]:
+        """A chat completion over `chunks` or over what the index finds.
+
+        Args:
+            hints: it will run, so its rank may load what it will probably need of the storage while
+                a reranker works.
+        """
         timeline = Timeline()
         body = await json_object(raw_request, self._config)
-        return await self._chat(body, raw_request, timeline)
+        return await self._chat(body, raw_request, timeline, hints=hints)
 
     async def hint(self, raw_request: Request) -> Planned:
         """A chat completion that may come: what is known of it,
@@ -114,10 +127,10 @@ class Intake:
         if isinstance(messages, list) and not is_searched and _lacks_question(body, messages):
             # else the chunks would stand in front of a question that is answered already
             body["messages"] = [*messages, UNKNOWN]
-        return (await self._chat(body, raw_request, Timeline()))[1]
+        return (await self._chat(body, raw_request, Timeline(), hints=False))[1]
 
     async def _chat(
-        self, body: dict[str, Any], raw_request: Request, timeline: Timeline
+        self, body: dict[str, Any], raw_request: Request, timeline: Timeline, *, hints: bool
     ) -> tuple[ChatCompletionRequest, Planned]:
         refuse_misspelt(
             body, ours=RagFields.model_fields, theirs=ChatCompletionRequest.model_fields
@@ -157,14 +170,7 @@ class Intake:
                 claimed_history(messages, settings),
                 start=start,
             )
-        found = None
         timeline.ended("read")
-        if fields.retrieve is not None:
-            if passages:
-                raise RequestError("retrieve: not together with chunks")
-            found = await self._find(fields.retrieve, searched, "retrieve.", raw_request)
-            passages = found.chunks
-            timeline.ended("retrieve")
         options = Options(
             max_new_tokens=request.max_completion_tokens or request.max_tokens,
             length_field="max_completion_tokens" if request.max_completion_tokens else "max_tokens",
@@ -173,20 +179,37 @@ class Intake:
             is_denied=fields.is_denied(self._config),
             requires_history=fields.history is not None,
             num_answers=request.n,
-            retrieval=found.answer() if found else None,
             timeline=timeline,
         )
-        draft = partial(
+        drafted = partial(
             self._parts.drafter.chat,
             messages,
-            passages,
             identity=identity,
-            options=options,
             earlier=earlier,
             conversation=conversation,
             settings=settings,
             prefill=prefill,
         )
+
+        async def hint(candidates: list[Hit]) -> None:
+            chunks = chunks_of(candidates)
+            draft = partial(drafted, chunks, options=replace(options, timeline=Timeline()))
+            texts = (messages, chunks, *earlier.values())
+            with suppress(ChunkCacheError):  # the request itself will say so
+                self._parts.engine.prefetch(await self._plan(raw_request, draft, texts))
+                await asyncio.sleep(0)  # it is sent now, before the reranker takes a core
+
+        found = None
+        if fields.retrieve is not None:
+            if passages:
+                raise RequestError("retrieve: not together with chunks")
+            is_hinted = hints and self._config.storage_backend is not None
+            found = await self._find(
+                fields.retrieve, searched, "retrieve.", raw_request, hint if is_hinted else None
+            )
+            passages, options = found.chunks, replace(options, retrieval=found.answer())
+            timeline.ended("retrieve")
+        draft = partial(drafted, passages, options=options)
         try:
             # what was sent is counted by now; a search adds what it finds
             num_chunks = sum(map(len, (passages or (), *earlier.values())))
@@ -360,11 +383,14 @@ class Intake:
         messages: list[dict[str, Any]],
         field: str,
         raw_request: Request,
+        hint: Callable[[list[Hit]], Awaitable[None]] | None = None,
     ) -> Retrieval:
         if self._parts.search is None:
             raise RequestError("retrieve: this server has no index (--index); send chunks")
         is_gone = raw_request.is_disconnected
-        return await self._parts.search.find(options, messages, field=field, is_gone=is_gone)
+        return await self._parts.search.find(
+            options, messages, field=field, is_gone=is_gone, hint=hint
+        )
 
 
 def _taken_chunks(body: dict[str, Any]) -> dict[int, list[ChunkIn]]:

@@ -80,8 +80,8 @@ FIGURES: dict[str, tuple[str, str, str]] = {
     "retrieval_seconds": (
         "Histogram",
         "phase",
-        "time that retrieval took, by phase: queued (a request); encode, dense, bm25, read (a"
-        " batch)",
+        "time that retrieval took, by phase: queued, rerank (a request); encode, dense, bm25, read"
+        " (a batch)",
     ),
     "audits": (
         "Counter",

@@ -26,7 +26,8 @@ from sglang_chunkcache.front.readiness import Readiness
 from sglang_chunkcache.front.search import RagSearch
 
 if TYPE_CHECKING:
-    from retrieval.retriever import Retriever
+    from retrieval.hits import Searcher
+    from retrieval.reranker import Reranker
 
 
 class Parts:
@@ -35,7 +36,8 @@ class Parts:
 
     def __init__(self, config: ChunkCacheConfig) -> None:
         self.config = config
-        self.retriever: Retriever | None = None
+        self.retriever: Searcher | None = None
+        self.reranker: Reranker | None = None
         self.drafts = DraftQueue()
         # what these ask for is there once SGLang is up
         self.guard = Guard(lambda: self.limits, lambda: self.bookkeeper.metrics)
@@ -128,7 +130,8 @@ class Parts:
     def search(self) -> RagSearch | None:
         if self.retriever is None:
             return None
-        return RagSearch(self.retriever, self.config, self.bookkeeper.metrics)
+        metrics = self.bookkeeper.metrics
+        return RagSearch(self.retriever, self.config, metrics, reranker=self.reranker)
 
     async def stats(self) -> dict[str, Any] | None:
         """Counts of the front and of every rank. None: a rank runs without the chunk cache."""

@@ -14,6 +14,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from retrieval.errors import UnavailableError
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError, SearchFailedError
 from sglang_chunkcache.front.bodies import RetrieveIn
@@ -28,7 +29,8 @@ from sglang_chunkcache.front.search_queue import (
 )
 
 if TYPE_CHECKING:
-    from retrieval.retriever import Mode, Retriever
+    from retrieval.hits import Hit, Mode, Searcher
+    from retrieval.reranker import Reranker
 
 T = TypeVar("T")
 
@@ -48,7 +50,7 @@ class Retrieval:
     @property
     def chunks(self) -> list[Passage]:
         """What was found, best first, as if the client had sent it."""
-        return [Passage(hit.passage.id, hit.passage.content) for hit in self.found.hits]
+        return chunks_of(self.found.hits)
 
     def answer(self) -> dict[str, Any]:
         """The `retrieval` object of a chat answer's `chunkcache`."""
@@ -84,7 +86,14 @@ class Retrieval:
 class RagSearch:
     """The server's index, as requests use it."""
 
-    def __init__(self, retriever: Retriever, config: ChunkCacheConfig, metrics: Metrics) -> None:
+    def __init__(
+        self,
+        retriever: Searcher,
+        config: ChunkCacheConfig,
+        metrics: Metrics,
+        *,
+        reranker: Reranker | None = None,
+    ) -> None:
         self._retriever, self._config, self._metrics = retriever, config, metrics
         self._queue = SearchQueue(
             retriever,
@@ -92,6 +101,8 @@ class RagSearch:
             max_batch=config.retrieve_batch,
             max_waiting=config.retrieve_queue,
             refresh_s=config.retrieve_refresh_s,
+            reranker=reranker,
+            rerank_depth=config.rerank_depth,
         )
 
     async def find(
@@ -101,6 +112,7 @@ class RagSearch:
         *,
         field: str,
         is_gone: Callable[[], Awaitable[bool]],
+        hint: Callable[[list[Hit]], Awaitable[None]] | None = None,
     ) -> Retrieval:
         """Search by a request's options.
 
@@ -109,6 +121,7 @@ class RagSearch:
             field: put in front of the names of the options in errors; "retrieve." in a chat
                 request.
             is_gone: whether the client has disconnected; asked repeatedly while the search runs.
+            hint: told of the first k candidates before a reranker ranks them.
         Raises:
             RequestError: an option that this server or index cannot serve, or no query; names the
                 field.
@@ -123,7 +136,11 @@ class RagSearch:
             raise RequestError(f"{field}mode: this index offers {', '.join(self._retriever.modes)}")
         query = query_of(options, messages, field=field, max_chars=config.max_query_chars)
         search = self._queue.search(
-            query, k=k, mode=mode, nprobe=options.nprobe or config.retrieve_nprobe
+            query,
+            k=k,
+            mode=mode,
+            nprobe=options.nprobe or config.retrieve_nprobe,
+            before_rerank=hint,
         )
         try:
             # the client may go meanwhile: a search that still waits is dropped then
@@ -132,6 +149,8 @@ class RagSearch:
             raise
         except QueueFullError as error:
             raise SearchFailedError(str(error), 503) from None
+        except UnavailableError:
+            raise SearchFailedError("the index does not answer; try again later", 503) from None
         except Exception as error:
             if is_clients_fault(error):
                 raise RequestError(f"{field}query: {error}") from None
@@ -147,6 +166,7 @@ class RagSearch:
             "since": state.since.isoformat(timespec="seconds"),
             **{name: info[name] for name in ("passages", "generation", "tokenizer", "modes")},
             "encoder": info["encoder"].get("model", info["encoder"]["kind"]),
+            "reranker": self._config.reranker,
             "searches": sum(self._metrics.totals()["searches"].values()),
             "batches": self._queue.num_batches,
             "waiting": self._queue.num_waiting,
@@ -154,7 +174,12 @@ class RagSearch:
         }
 
 
-def default_mode(retriever: Retriever, config: ChunkCacheConfig) -> Mode:
+def chunks_of(hits: Sequence[Hit]) -> list[Passage]:
+    """As if a client had sent them."""
+    return [Passage(hit.passage.id, hit.passage.content) for hit in hits]
+
+
+def default_mode(retriever: Searcher, config: ChunkCacheConfig) -> Mode:
     asked = config.retrieve_mode
     return retriever.modes[0] if asked == "auto" else cast("Mode", asked)
 

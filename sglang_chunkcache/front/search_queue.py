@@ -5,6 +5,8 @@ time.
     search(): append, await a future   ->   take all that wait, by settings  every refresh_s:
     _settle(): results to the futures  <-   Retriever.search, together       Retriever.refresh,
                                                                              atomic
+    _rerank(): the candidates          ->   another: Reranker.rerank, a
+                                            request at a time
 
 While a batch is searched the next one gathers, so batches grow with the load and no query waits for
 others. What one finds does not depend on the others of its batch. Knows queries and hits; no
@@ -19,18 +21,21 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from queue import Empty, Full, Queue
 from threading import Lock, Thread
 from typing import TYPE_CHECKING
 
-from retrieval.errors import CorruptIndexError, RetrievalError
+from retrieval.errors import CorruptIndexError, RetrievalError, UnavailableError
+from retrieval.hits import timed
 from sglang_chunkcache.front.metrics import Metrics
 
 if TYPE_CHECKING:
-    from retrieval.retriever import Hit, Mode, Retriever, SearchResult
+    from retrieval.hits import Hit, Mode, Searcher, SearchResult
+    from retrieval.reranker import Reranker
 
 logger = logging.getLogger(__name__)
 
@@ -41,8 +46,8 @@ class QueueFullError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What one query found, best first.
-    `ms`: how long it was queued, and the phases of its batch of `batch_size` queries."""
+    """What one query found, best first. `ms`: how long it was queued, the phases of its batch of
+    `batch_size` queries, and `rerank`, its own."""
 
     hits: list[Hit]
     ms: dict[str, float]
@@ -77,15 +82,18 @@ class SearchQueue:
 
     Args:
         max_batch: queries searched together.
-        max_waiting: requests that may wait, without those being searched.
+        max_waiting: requests that may wait, without those being searched; as many for the reranker.
         refresh_s: seconds between looks for a newer generation of the index; 0: never.
+        reranker: ranks what is found; it reads `rerank_depth` times k passages.
     """
 
     def __init__(
         self,
-        retriever: Retriever,
+        retriever: Searcher,
         metrics: Metrics,
         *,
+        reranker: Reranker | None = None,
+        rerank_depth: int = 1,
         max_batch: int,
         max_waiting: int,
         refresh_s: float,
@@ -95,7 +103,11 @@ class SearchQueue:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._waiting: Queue[_Waiting] = Queue(max_waiting)
         self.num_batches = 0
+        self._reranker, self._depth = reranker, rerank_depth if reranker else 1
+        self._reranking = ThreadPoolExecutor(1, thread_name_prefix="rerank")
+        self._num_reranking = 0
         self._failure: str | None = None  # of the last search
+        self._misrank: str | None = None  # of the last reranking
         self._refusal: str | None = None  # of the last look at the index's directory
         self._noting = Lock()
         self.state = RetrievalState("up", None, datetime.now(UTC))
@@ -105,29 +117,42 @@ class SearchQueue:
         if refresh_s:
             Thread(target=self._refresh, name="retrieval-refresh", daemon=True).start()
 
-    async def search(self, query: str, *, k: int, mode: Mode, nprobe: int) -> Found:
-        """Wait for the query's turn and search. A caller that is cancelled before its turn is not
-        searched for.
+    async def search(
+        self,
+        query: str,
+        *,
+        k: int,
+        mode: Mode,
+        nprobe: int,
+        before_rerank: Callable[[list[Hit]], Awaitable[None]] | None = None,
+    ) -> Found:
+        """Wait for the query's turn and search, then rank again. A caller that is cancelled before
+        its turn is not searched for.
 
+        Args:
+            before_rerank: awaited with the first k candidates; only if a reranker ranks them.
         Raises:
             QueueFullError: `max_waiting` wait already.
             RetrievalError: the retriever refuses the query.
-            Exception: whatever else its search raised; logged.
+            Exception: whatever else its search, or the reranker, raised; logged.
         """
-        self._loop = asyncio.get_running_loop()
-        future, since = self._loop.create_future(), time.perf_counter()
-        item = _Waiting(query, (k, mode, nprobe), future, since)
         try:
-            self._waiting.put_nowait(item)
-        except Full:
+            found = await self._found(query, (k * self._depth, mode, nprobe))
+            if self._reranker is not None and found.hits:
+                if before_rerank is not None:
+                    await before_rerank(found.hits[:k])
+                found = await self._rerank(self._reranker, query, found, k)
+        except QueueFullError:
             self._metrics.count("searches", "full")
-            told = f"{self._waiting.maxsize} searches wait already; try again later"
-            raise QueueFullError(told) from None
-        try:
-            return await item.future
+            raise
         except asyncio.CancelledError:
             self._metrics.count("searches", "cancelled")
             raise
+        except Exception as error:
+            self._metrics.count("searches", "refused" if is_clients_fault(error) else "failed")
+            raise
+        self._metrics.count("searches", "found" if found.hits else "empty")
+        return found
 
     @property
     def num_waiting(self) -> int:
@@ -135,6 +160,43 @@ class SearchQueue:
         return self._waiting.qsize()
 
     # Private, in order of use
+
+    async def _found(self, query: str, settings: tuple[int, Mode, int]) -> Found:
+        self._loop = asyncio.get_running_loop()
+        item = _Waiting(query, settings, self._loop.create_future(), time.perf_counter())
+        most = self._waiting.maxsize
+        try:
+            if self._num_reranking > most:
+                raise Full
+            self._waiting.put_nowait(item)
+        except Full:
+            raise QueueFullError(f"{most} searches wait already; try again later") from None
+        return await item.future
+
+    async def _rerank(self, reranker: Reranker, query: str, found: Found, k: int) -> Found:
+        """The best k of the candidates, by the reranker."""
+        since = time.perf_counter()
+
+        def work() -> Found:
+            ms = {**found.ms, "queued": found.ms["queued"] + 1000 * (time.perf_counter() - since)}
+            with timed(ms, "rerank"):
+                hits = reranker.rerank(query, found.hits, k=k)
+            return Found(hits, ms, found.batch_size)
+
+        self._num_reranking += 1
+        try:
+            ranked = await asyncio.get_running_loop().run_in_executor(self._reranking, work)
+        except Exception as error:
+            logger.exception("retrieval: the reranker failed")
+            self._misrank = f"the reranker: {str(error) or repr(error)}"
+            raise
+        else:
+            self._misrank = None
+        finally:
+            self._num_reranking -= 1
+            self._note()
+        self._metrics.observe("retrieval_seconds", "rerank", ranked.ms["rerank"] / 1000)
+        return ranked
 
     def _work(self) -> None:
         while True:
@@ -163,12 +225,14 @@ class SearchQueue:
             queries = [item.query for item in items]
             outcome = self._retriever.search(queries, k=k, mode=mode, nprobe=nprobe)
         except Exception as error:
-            if len(items) > 1:  # one query's fault is not its neighbours': each alone
+            # one query's fault is not its neighbours': each alone
+            if len(items) > 1 and not isinstance(error, UnavailableError):
                 for item in items:
                     self._search([item])
                 return
             if not is_clients_fault(error):
-                logger.exception("retrieval: a search failed")
+                if not isinstance(error, UnavailableError):  # its reason says all
+                    logger.exception("retrieval: a search failed")
                 self._failure = str(error) or repr(error)
                 self._note()
             outcome = error
@@ -187,18 +251,15 @@ class SearchQueue:
         for item in items:
             self._metrics.observe("retrieval_seconds", "queued", start - item.since)
         if isinstance(outcome, Exception):
-            # an error is of one query: `_search` has tried each of a batch alone
-            if not items[0].future.done():
-                kind = "refused" if is_clients_fault(outcome) else "failed"
-                self._metrics.count("searches", kind)
-                items[0].future.set_exception(outcome)
+            for item in items:  # one, unless nothing can be searched
+                if not item.future.done():
+                    item.future.set_exception(outcome)
             return
         for phase, ms in outcome.ms.items():
             self._metrics.observe("retrieval_seconds", phase, ms / 1000)
         for item, hits in zip(items, outcome.hits, strict=True):
-            if item.future.done():  # cancelled, and counted so
+            if item.future.done():  # cancelled
                 continue
-            self._metrics.count("searches", "found" if hits else "empty")
             queued = {"queued": 1000 * (start - item.since)}
             item.future.set_result(Found(hits, {**queued, **outcome.ms}, len(items)))
 
@@ -207,8 +268,8 @@ class SearchQueue:
             time.sleep(self._refresh_s)
             try:
                 if self._retriever.refresh():
-                    generation = self._retriever.info()["generation"]
-                    logger.info("retrieval: now serving generation %s", generation)
+                    if (generation := self._retriever.info()["generation"]) is not None:
+                        logger.info("retrieval: now serving generation %s", generation)
                     self._failure = None
                 self._refusal = None
             except Exception as error:
@@ -220,7 +281,8 @@ class SearchQueue:
         # both threads derive it: without the lock a state could replace a newer one
         with self._noting:
             # damage first: it lasts, while the last failure may have been of one query
-            damage, refusal = self._retriever.damage or self._failure, self._refusal
+            damage = self._retriever.damage or self._failure or self._misrank
+            refusal = self._refusal
             name, reason = "down" if damage else "stale" if refusal else "up", damage or refusal
             if (name, reason) == (self.state.name, self.state.reason):
                 return
@@ -238,5 +300,6 @@ class SearchQueue:
 
 def is_clients_fault(error: Exception) -> bool:
     """Whether a search failed because of what was asked.
-    A damaged index is never a client's fault."""
-    return isinstance(error, RetrievalError) and not isinstance(error, CorruptIndexError)
+    A damaged index, or one that does not answer, is never a client's fault."""
+    ours = CorruptIndexError | UnavailableError
+    return isinstance(error, RetrievalError) and not isinstance(error, ours)

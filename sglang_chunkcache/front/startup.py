@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import requests
@@ -19,13 +18,14 @@ from sglang_chunkcache.front.search import default_mode
 from sglang_chunkcache.start_steps import step
 
 if TYPE_CHECKING:
-    from retrieval.retriever import Retriever
+    from retrieval.hits import Searcher
+    from retrieval.reranker import Reranker
     from sglang_chunkcache.front.parts import Parts
 
 logger = logging.getLogger(__name__)
 
 
-def open_retriever(config: ChunkCacheConfig) -> Retriever:
+def open_retriever(config: ChunkCacheConfig) -> Searcher:
     """The index and encoder of the flags, after a search that shows that they work.
 
     Raises:
@@ -38,10 +38,10 @@ def open_retriever(config: ChunkCacheConfig) -> Retriever:
     # of this process, in which only the encoder computes
     torch.set_num_threads(config.retrieve_threads)
     try:
-        from retrieval.retriever import Retriever
+        from retrieval.opening import open_searcher
 
-        retriever = Retriever.open(
-            Path(config.index),
+        retriever = open_searcher(
+            config.index,
             encoder=config.encoder,
             device=config.retrieve_device,
             verify=config.index_verify == "on",
@@ -57,6 +57,20 @@ def open_retriever(config: ChunkCacheConfig) -> Retriever:
         missing = f"needs the extra 'retrieval': {error.name} is not installed"
         raise RetrievalError(missing) from None
     return retriever
+
+
+def open_reranker(config: ChunkCacheConfig) -> Reranker:
+    """The cross-encoder of the flags, after a pair that shows that it works.
+    Raises RetrievalError."""
+    from retrieval.hits import Hit
+    from retrieval.passage import Passage
+    from retrieval.reranker import Reranker
+
+    assert config.reranker is not None
+    reranker = Reranker(config.reranker, device=config.retrieve_device)
+    tried = Passage("", "", "", "It does.", 0, 0, 0)
+    reranker.rerank("Does it work?", [Hit(tried, 0.0, "dense")], k=1)
+    return reranker
 
 
 def calibrates(config: ChunkCacheConfig, ranks: Sequence[Mapping[str, Any]]) -> bool:

@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 from retrieval.build import BuildReport, Pruning, build_index, remove_passages
+from retrieval.hits import Mode
 from retrieval.index import Index
 from retrieval.passage import Document
-from retrieval.retriever import Mode, Retriever
+from retrieval.retriever import Retriever
 from retrieval.settings import IndexSettings
 from retrieval.tokens import load_tokens
 from tests.polling import until

@@ -16,8 +16,9 @@ import pytest
 
 from retrieval import retriever as retriever_module
 from retrieval.errors import CorruptIndexError, RetrievalError
+from retrieval.hits import Hit, Mode
 from retrieval.rank_fusion import reciprocal_rank_fusion
-from retrieval.retriever import RRF_CONSTANT, ZERO, Hit, Mode, Retriever
+from retrieval.retriever import RRF_CONSTANT, ZERO, Retriever
 from tests.retrieval.small_index import (
     WordEncoder,
     build,

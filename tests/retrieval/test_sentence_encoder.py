@@ -1,4 +1,4 @@
-"""Models on disk as encoders: a random two-layer BERT with a WordPiece tokenizer, written here."""
+"""Models on disk as encoders and rerankers: random two-layer BERTs with a WordPiece tokenizer."""
 
 from __future__ import annotations
 
@@ -14,8 +14,12 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from retrieval.__main__ import main
 from retrieval.encoder import load_encoder
 from retrieval.errors import RetrievalError
+from retrieval.hits import Hit
+from retrieval.passage import Passage
+from retrieval.reranker import Reranker
 from retrieval.sentence_encoder import SentenceEncoder, own_prefixes
 
 torch = pytest.importorskip("torch")
@@ -31,7 +35,7 @@ HIDDEN = 32
 MAX_TOKENS = 24
 
 
-def write_model(folder: Path) -> Path:
+def write_model(folder: Path, kind: str = "BertModel", **changes: Any) -> Path:
     """A plain transformers model, as Contriever is published."""
     folder.mkdir(parents=True)
     (folder / "vocab.txt").write_text("\n".join(VOCAB))
@@ -46,9 +50,10 @@ def write_model(folder: Path) -> Path:
         intermediate_size=64,
         max_position_embeddings=MAX_TOKENS,
         initializer_range=0.5,
+        **changes,
     )
     torch.manual_seed(0)
-    transformers.BertModel(config).eval().save_pretrained(folder)
+    getattr(transformers, kind)(config).eval().save_pretrained(folder)
     return folder
 
 
@@ -187,3 +192,76 @@ def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(RetrievalError, match="encoders extra"):
         make_encoder("any")
+
+
+# Rerankers
+
+CROSS_ENCODER = "BertForSequenceClassification"
+
+
+def hits_of(texts: Sequence[str], title: str = "") -> list[Hit]:
+    """As a first stage ranks them."""
+    passages = [Passage(str(i), str(i), title, text, 0, 1, 1) for i, text in enumerate(texts)]
+    return [Hit(passage, 1 / (i + 1), "dense") for i, passage in enumerate(passages)]
+
+
+def test_reranker_equals_one_pair_at_a_time(tmp_path: Path) -> None:
+    """Padding in a batch must not count; texts are cut; odd ones stop no request."""
+    path = write_model(tmp_path / "cross", CROSS_ENCODER, num_labels=1)
+    texts = [*TEXTS, "the storm " * MAX_TOKENS, "", "\ud800"]
+    hits = hits_of(texts, title="ship")
+    found = Reranker(str(path), device="cpu").rerank("who ?", hits, k=len(texts))
+
+    tokenizer = transformers.AutoTokenizer.from_pretrained(path)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(path).eval()
+    slow = []
+    for hit in hits:
+        text = hit.passage.content.replace("\ud800", "?")
+        ids = tokenizer("who ?", text, return_tensors="pt", truncation=True, max_length=MAX_TOKENS)
+        with torch.no_grad():
+            slow.append(float(model(**ids).logits[0, 0].sigmoid()))
+    assert len({round(score, 4) for score in slow}) == len(texts), "else any order would pass"
+    order = sorted(range(len(texts)), key=lambda i: -slow[i])
+    assert [int(hit.passage.id) for hit in found] == order
+    np.testing.assert_allclose([hit.score for hit in found], sorted(slow)[::-1], atol=1e-5)
+    assert {hit.mode for hit in found} == {"rerank"}
+    assert Reranker(str(path), device="cpu").rerank("who ?", hits, k=2) == found[:2]
+
+
+def test_search_command_reranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The reranker of the command reads `--rerank-depth` times k passages."""
+    pytest.importorskip("faiss")
+    from tests.retrieval.small_index import build, make_documents
+
+    path = write_model(tmp_path / "cross", CROSS_ENCODER, num_labels=1)
+    build(tmp_path / "index", make_documents([f"the {word} ship" for word in WORDS]), encoder=None)
+    command = ["search", str(tmp_path / "index"), "the", "ship", "--device", "cpu", "--json"]
+
+    def search(*flags: str) -> dict[str, Any]:
+        assert main([*command, *flags]) == 0
+        return json.loads(capsys.readouterr().out)  # type: ignore[no-any-return]
+
+    first = search("--k", "6")["passages"]
+    told = search("--k", "2", "--reranker", str(path), "--rerank-depth", "3")
+    hits = hits_of([row["text"] for row in first])
+    best = Reranker(str(path), device="cpu").rerank("the ship", hits, k=2)
+    wanted = [(first[int(hit.passage.id)]["id"], "rerank") for hit in best]
+    assert [(row["id"], row["mode"]) for row in told["passages"]] == wanted
+    assert "rerank" in told["ms"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels", "reason"),
+    [("BertModel", 1, "no cross-encoder.*BertModel"), (CROSS_ENCODER, 3, "gives 3 scores a pair")],
+)
+def test_model_that_is_no_reranker_is_refused(
+    tmp_path: Path, kind: str, labels: int, reason: str
+) -> None:
+    """sentence-transformers gives an encoder a random head, whose order means nothing."""
+    path = write_model(tmp_path / "other", kind, num_labels=labels)
+    with pytest.raises(RetrievalError, match=reason):
+        Reranker(str(path), device="cpu")
+    with pytest.raises(RetrievalError, match=r"cannot load .* as a CrossEncoder"):
+        Reranker(str(tmp_path), device="cpu")
+    with pytest.raises(RetrievalError, match="no such file or folder"):
+        Reranker(str(tmp_path / "none"), device="cpu")

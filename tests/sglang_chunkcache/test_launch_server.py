@@ -127,8 +127,12 @@ def test_main_opens_the_index_first(
         return f"retriever of {settings.index}"
 
     monkeypatch.setattr(startup, "open_retriever", open_retriever)
+    monkeypatch.setattr(startup, "open_reranker", lambda settings: f"{settings.reranker} opened")
     for flags in (["--index", "i"], ["--chunkcache-index", "i"], ["--index", "i", "--stock"], []):
         launch_server.main([*BUNDLED, *flags])
+    launch_server.main([*BUNDLED, "--index", "i", "--reranker", "r"])
+    rerankers = [kwargs["reranker"] for _, kwargs in run]
+    assert (rerankers[:-1], run.pop()[1]["reranker"]) == ([None] * 4, "r opened")
     found = [kwargs["retriever"] for _, kwargs in run]
     assert found == ["retriever of i", "retriever of i", None, None]
     with pytest.raises(SystemExit, match="2"):
@@ -192,6 +196,7 @@ SPARSE = [*BUNDLED, "--recompute-attention", "sparse"]
         (["--stock", "--model-path=./nosuch"], "'./nosuch': no such file or folder"),
         ([*BUNDLED, "--chunkcache-window-requests", "0"], "--chunkcache-window-requests"),
         ([*BUNDLED, "--encoder", "x"], "--encoder needs --index"),
+        ([*BUNDLED, "--reranker", "x"], "--reranker needs --index"),
         ([*STORED, "hf3fs"], f"{STORAGE} hf3fs is not supported, only file and dynamic"),
         ([*BUNDLED, STORAGE, "file", "--chunkcache-host-mib", "0"], "needs --chunkcache-host-mib"),
         ([*STORED, "dynamic"], f"{STORAGE} dynamic needs --chunkcache-storage-mib"),

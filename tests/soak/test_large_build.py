@@ -20,9 +20,10 @@ import numpy as np
 import pytest
 
 from retrieval.encoder import Encoder, load_encoder
+from retrieval.hits import Mode
 from retrieval.index import Index
 from retrieval.manifest import MANIFEST
-from retrieval.retriever import Mode, Retriever
+from retrieval.retriever import Retriever
 from tests.soak.generated_corpus import GeneratedCorpus
 from tests.soak.killed_build import STAGES, Build, BuildRun
 from tests.soak.sizes import scaled

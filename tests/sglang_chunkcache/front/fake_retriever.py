@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from retrieval.errors import RetrievalError
+from retrieval.hits import Mode
 from retrieval.passage import Passage
 from tests.polling import DEADLINE_S
 
@@ -18,7 +19,7 @@ TEXTS = {"a": "alpha one", "b": "beta one", "c": "gamma one", "d": "delta two"}
 class FakeRetriever:
     """Keeps what it was asked; `hold` makes searches wait, `fail` what a query raises."""
 
-    modes = ("fusion", "dense", "bm25")
+    modes: tuple[Mode, ...] = ("fusion", "dense", "bm25")
 
     def __init__(self) -> None:
         self.batches: list[tuple[list[str], int, str, int]] = []
@@ -68,3 +69,17 @@ class FakeRetriever:
             )
             for rank, name in enumerate(found)
         ]
+
+
+class FakeReranker:
+    """Ranks the last candidate first. `before` is called first, in its thread."""
+
+    def __init__(self) -> None:
+        self.before: Callable[[], object] = lambda: None
+        self.asked: list[list[str]] = []
+
+    def rerank(self, query: str, hits: Sequence[Any], *, k: int) -> list[Any]:
+        self.before()
+        self.asked.append([hit.passage.id for hit in hits])
+        found = [SimpleNamespace(passage=hit.passage, score=9.0, mode="rerank") for hit in hits]
+        return found[::-1][:k]

@@ -14,6 +14,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
+from retrieval.errors import UnavailableError
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.errors import RequestError, SearchFailedError
 from sglang_chunkcache.front import search as rag_search
@@ -21,7 +22,7 @@ from sglang_chunkcache.front.bodies import RetrieveIn
 from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.request import Passage
 from sglang_chunkcache.front.search import RagSearch, Retrieval, query_of
-from tests.sglang_chunkcache.front.fake_retriever import FakeRetriever
+from tests.sglang_chunkcache.front.fake_retriever import FakeReranker, FakeRetriever
 
 Find = Callable[..., Retrieval]
 
@@ -45,10 +46,11 @@ async def is_here() -> bool:
 def make_search() -> Callable[..., tuple[RagSearch, FakeRetriever, Find]]:
     """(search, its retriever, how to find) for a server of these settings."""
 
-    def make(**knobs: Any) -> tuple[RagSearch, FakeRetriever, Find]:
+    def make(reranker: Any = None, **knobs: Any) -> tuple[RagSearch, FakeRetriever, Find]:
         retriever = FakeRetriever()
         config = ChunkCacheConfig(retrieve_refresh_s=0.0, **knobs)
-        search = RagSearch(retriever, config, Metrics(prometheus=False))  # type: ignore[arg-type]
+        metrics = Metrics(prometheus=False)
+        search = RagSearch(retriever, config, metrics, reranker=reranker)
 
         def find(messages: Any = TALK, *, is_gone: Any = is_here, **wish: Any) -> Retrieval:
             asked = RetrieveIn(**wish)
@@ -198,6 +200,17 @@ def test_full_queue_is_503(make_search: Any) -> None:
     while_searching(search, retriever, scene)
 
 
+def test_index_that_does_not_answer_is_503(make_search: Any) -> None:
+    """Its name stays with the operator."""
+    search, retriever, find = make_search()
+    retriever.fail["one"] = UnavailableError("http://milvus:19530/docs: no answer")
+    with pytest.raises(SearchFailedError, match=r"^the index does not answer") as caught:
+        find(query="one")
+    assert caught.value.status == 503
+    reason = "http://milvus:19530/docs: no answer"
+    assert (search.stats()["state"], search.stats()["reason"]) == ("down", reason)
+
+
 def test_client_that_hangs_up_is_not_searched_for(
     make_search: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -215,3 +228,36 @@ def test_client_that_hangs_up_is_not_searched_for(
     while_searching(search, retriever, scene)
     assert len(retriever.batches) == 1
     assert search.stats()["waiting"] == 0
+
+
+# The reranker
+
+
+def test_reranker_ranks_more_candidates_than_are_asked_for(make_search: Any) -> None:
+    reranker = FakeReranker()
+    search, retriever, find = make_search(reranker, rerank_depth=3)
+    found = find(query="one", k=1)
+    assert [call[1:] for call in retriever.batches] == [(3, "fusion", 128)]
+    assert reranker.asked == [["a", "b", "c"]]
+    (told,) = found.answer()["passages"]
+    assert (told["id"], told["mode"], told["score"]) == ("c", "rerank", 9.0)
+    assert found.answer()["ms"].keys() == {"queued", "encode", "read", "rerank"}
+    assert search.stats()["seconds"].keys() >= {"rerank"}
+    assert find(query="zeta").chunks == []
+    assert len(reranker.asked) == 1, "nothing to rank"
+
+
+def test_reranker_that_fails_is_500_and_down(make_search: Any) -> None:
+    """As an encoder that fails, until it works again."""
+    reranker = FakeReranker()
+    search, _, find = make_search(reranker)
+    reranker.before = {}.popitem
+    with pytest.raises(SearchFailedError, match="the search failed") as caught:
+        find(query="one")
+    stats = search.stats()
+    assert (caught.value.status, stats["state"]) == (500, "down")
+    assert stats["reason"].startswith("the reranker: ")
+    reranker.before = lambda: None
+    find(query="one")
+    assert search.stats()["state"] == "up"
+    assert search._metrics.totals()["searches"] == {"failed": 1, "found": 1}

@@ -17,7 +17,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from retrieval.errors import CorruptIndexError, RetrievalError
+from retrieval.errors import CorruptIndexError, RetrievalError, UnavailableError
 from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.search_queue import Found, QueueFullError, SearchQueue
 from tests.sglang_chunkcache.front.fake_retriever import FakeRetriever
@@ -32,7 +32,7 @@ def make_queue() -> Iterator[MakeQueue]:
     def make(**sizes: Any) -> tuple[SearchQueue, FakeRetriever]:
         retriever, metrics = FakeRetriever(), Metrics(prometheus=False)
         sizes = {"max_batch": 8, "max_waiting": 100, "refresh_s": 0, **sizes}
-        queue = SearchQueue(retriever, metrics, **sizes)  # type: ignore[arg-type]
+        queue = SearchQueue(retriever, metrics, **sizes)
         made.append((queue, retriever))
         return made[-1]
 
@@ -168,6 +168,17 @@ def test_failure_is_its_own_requests(
     assert queue._metrics.totals()["searches"] == {"found": 3, "refused": 1, "failed": 2}
     assert len([record for record in caplog.records if record.exc_info]) == 2
     assert ids(asyncio.run(search(queue, "two"))) == ["d"]
+
+
+def test_index_that_does_not_answer_is_asked_once_for_a_batch(make_queue: MakeQueue) -> None:
+    """Each query alone would wait for the same time-out."""
+    queue, retriever = make_queue()
+    retriever.fail["two one"] = UnavailableError("no answer")
+    waiting = [search(queue, query) for query in ("one", "two one", "one two")]
+    errors = asyncio.run(behind_a_held_search(queue, retriever, *waiting))
+    assert [type(error) for error in errors] == [UnavailableError] * 3
+    assert (len(retriever.batches), queue.state.name) == (2, "down")
+    assert queue._metrics.totals()["searches"] == {"found": 1, "failed": 3}
 
 
 def test_closed_loop_does_not_stop_the_worker(make_queue: MakeQueue) -> None:
