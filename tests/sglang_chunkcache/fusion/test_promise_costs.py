@@ -115,7 +115,9 @@ def test_a_quality_of_which_nothing_is_known_is_said(deviation: Line) -> None:
     assert (Fallback.UNCALIBRATED in told.fallbacks) is (deviation is not DEAR)
 
 
-@pytest.mark.parametrize(("fixed", "period"), [(7.0, 1), (16.9, 2), (28.9, 4)])
+@pytest.mark.parametrize(
+    ("fixed", "period"), [(7.0, 1), (16.9, 2), pytest.param(28.9, 4, marks=pytest.mark.nightly)]
+)
 def test_what_does_not_pay_is_tried_now_and_then(
     fixed: float, period: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
