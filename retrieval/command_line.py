@@ -72,8 +72,9 @@ class Parser(ArgumentParser):
 
 def meant(words: Sequence[str], flags: Iterable[str]) -> str:
     """The end of an error about `words` where there are `flags`; "" where none is near."""
+    flags = [*flags]
     known = {flag.replace(OUR_PREFIX, "--"): flag for flag in flags}
-    known |= {flag: flag for flag in known.values()}
+    known |= {flag: flag for flag in flags}
     near = dict[str, None]()
     for word in words:
         if word.startswith("--"):

@@ -14,7 +14,7 @@ import logging
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 from urllib.parse import urlsplit
@@ -66,16 +66,22 @@ def place_of(name: str) -> Place | None:
     """The collection that `--index` names; None for the directory of an index.
     Raises RetrievalError."""
     if name.startswith(("http://", "https://")):
-        url = urlsplit(name)
+        try:
+            url = urlsplit(name)
+            _ = url.port
+        except ValueError as error:
+            raise RetrievalError(f"{name.partition('?')[0]}: {error}") from None
         if url.username or url.password:
             # else it would be in the list of processes, and in the log
             raise RetrievalError(f"a token belongs in {TOKEN} or in {TOKEN_FILE}'s file")
         *database, collection = url.path.strip("/").split("/")
         if not url.hostname or not collection or len(database) > 1 or url.query:
+            name = name.partition("?")[0]  # what is behind it may be a secret
             raise RetrievalError(f"{name}: must be http(s)://host:port/collection")
         return Place(f"{url.scheme}://{url.netloc}", "".join(database), collection)
     local = _LOCAL.fullmatch(name)
-    return Place(local[1], "", local[2]) if local else None
+    is_index = (Path(name) / SETTINGS).exists()  # of ours, by whatever name
+    return Place(local[1], "", local[2]) if local and not is_index else None
 
 
 class _Layout(NamedTuple):
@@ -108,6 +114,7 @@ class MilvusRetriever:
         assert place is not None
         self._name, self._encoder, self._timeout = name, encoder, timeout_s
         self.damage: str | None = None
+        self._has_failed = False  # since the last look that did not
         self._seen: Any = None
         self._num_rows = 0
         self._layout: _Layout | None = None  # None: it cannot be searched as it was seen last
@@ -167,10 +174,10 @@ class MilvusRetriever:
     def refresh(self) -> bool:
         """Look at the collection. Whether it can be searched again.
         Raises RetrievalError: see the class."""
-        was = self.damage
         with self._heard():
             self._look()
-        return was is not None
+        was, self._has_failed = self._has_failed, False
+        return was
 
     def info(self) -> dict[str, Any]:
         """A description of the collection, for people, as of the last look."""
@@ -193,7 +200,7 @@ class MilvusRetriever:
             yield
         except Exception as error:
             failed = error if isinstance(error, RetrievalError) else _told(self._name, error)
-            self.damage = str(failed)
+            self.damage, self._has_failed = str(failed), True
             raise failed from None
         self.damage = None
 
@@ -303,6 +310,7 @@ def copy_index(index: Index, name: str, *, progress: Progress) -> int:
         raise RetrievalError(f"{name}: must be http(s)://host:port/collection, or file.db")
     collection, limit = place.collection or "passages", {"timeout": COPY_TIMEOUT_S}
     rows = np.setdiff1d(np.arange(index.num_rows), index.removed)
+    is_begun = False
     try:
         client = _connect(place, TIMEOUT_S)
         from pymilvus import DataType
@@ -318,6 +326,7 @@ def copy_index(index: Index, name: str, *, progress: Progress) -> int:
         # as every encoder of ours measures
         indexes.add_index(VECTOR, index_type="AUTOINDEX", metric_type="IP")
         client.create_collection(collection, schema=schema, index_params=indexes, **limit)
+        is_begun = True
         for first in range(0, len(rows), COPIED_ROWS):
             some = rows[first : first + COPIED_ROWS]
             vectors, passages = index.vectors.read_rows(some), index.store.get(some.tolist())
@@ -328,9 +337,12 @@ def copy_index(index: Index, name: str, *, progress: Progress) -> int:
             client.insert(collection, data, **limit)
             progress("copy", first + len(some), len(rows))
         client.flush(collection, **limit)
-    except RetrievalError:
-        raise
-    except Exception as error:
+    except BaseException as error:
+        if is_begun:  # a part of it would be served as the whole
+            with suppress(Exception):
+                client.drop_collection(collection, **limit)
+        if isinstance(error, RetrievalError) or not isinstance(error, Exception):
+            raise
         raise _told(name, error) from None
     return len(rows)
 
@@ -379,8 +391,9 @@ def _told(name: str, error: Exception) -> RetrievalError:
     elif isinstance(error, grpc.RpcError):
         message, code = error.details() or "", error.code()
     reason = first_line(Exception(message)) or type(error).__name__
-    if token := _token():
-        reason = reason.replace(token, "***")
+    with suppress(RetrievalError):  # its file may have gone since
+        if token := _token():
+            reason = reason.replace(token, "***")
     status = grpc.StatusCode
     busy = (*BUSY_CODES, status.UNAVAILABLE, status.DEADLINE_EXCEEDED, status.RESOURCE_EXHAUSTED)
     if code in busy or isinstance(error, grpc.FutureTimeoutError):

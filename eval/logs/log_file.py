@@ -76,6 +76,8 @@ class LogFile:
                     yield self._passages.request(call_of(row))
             except UnreadError as error:
                 self._skip(number, str(error))
+            except RecursionError:
+                self._skip(number, "nested too deeply")
         for call, number in calls_of(spans):
             try:
                 yield self._passages.request(call)
@@ -118,7 +120,7 @@ class LogFile:
             told.append(f"line {first}{more}: {reason}")
             if reason == NO_SEPARATOR:
                 told.append(f"such as {EXAMPLE}")
-        return "; ".join(told) or "the file is empty"
+        return "; ".join(told) or "no line tells of one"
 
     def _skip(self, number: int, reason: str) -> None:
         self._reasons[reason] += 1

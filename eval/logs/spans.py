@@ -50,7 +50,9 @@ def is_spans(row: Row) -> bool:
     """Whether a line has spans, of whatever kind."""
     ids = {"context", "traceId", "trace_id", "spanId"}
     return "resourceSpans" in row or (
-        isinstance(row.get("attributes"), dict | list) and bool(ids & row.keys())
+        isinstance(row.get("attributes"), dict | list)
+        and bool(ids & row.keys())
+        and not {"messages", "request", "body"} & row.keys()  # a gateway's line in a trace
     )
 
 

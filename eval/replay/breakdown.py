@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections import defaultdict
 from collections.abc import Collection
 from typing import Any
@@ -113,7 +114,7 @@ def _name(request: TraceRequest) -> str:
         return f"{logged.model[:MAX_NAME]} prompt {logged.front[:6]}{salt}".strip()
     if request.head is None:
         return "no head named"
-    is_name = len(request.head) <= MAX_NAME and request.head.isprintable()
+    is_name = re.fullmatch(rf"[\w.,:@/-]{{1,{MAX_NAME}}}", request.head)
     return request.head if is_name else _digest(request.head)
 
 

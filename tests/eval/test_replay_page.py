@@ -173,7 +173,7 @@ def test_no_text_of_the_log_is_in_the_page(tmp_path: Path) -> None:
     trace = [{"passages": ["<script>"], "head": head} for head in ("<script>", "<b>" * 50)] * 10
     page, _ = draw(tmp_path, trace, "", kind="--trace")
     assert "<script" not in page
-    assert "&lt;script&gt;" in page
+    assert "&lt;script&gt;" not in page, "it may be a text"
     assert "&lt;b&gt;" not in page
 
 

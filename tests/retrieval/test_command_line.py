@@ -46,3 +46,9 @@ def test_a_command_names_its_own_flags(
     error = capsys.readouterr().err
     assert error.startswith(f"usage: python -m made {argv[0]} ")
     assert error.endswith(told)
+
+
+def test_a_flag_with_a_short_form_is_meant_itself() -> None:
+    flags = ["--chunkcache-reuse", "--chunkcache-tree", "--reuse"]
+    assert meant(["--chunkcache-resue"], flags).endswith("did you mean --chunkcache-reuse?")
+    assert meant(["--resue"], flags).endswith("did you mean --reuse?")

@@ -20,6 +20,7 @@ import pytest
 
 pytest.importorskip("faiss")
 
+from retrieval import milvus
 from retrieval.__main__ import main
 from retrieval.errors import CorruptIndexError, RetrievalError, UnavailableError
 from retrieval.index import Index
@@ -299,6 +300,8 @@ def test_token_reaches_milvus_and_no_message(
         MilvusRetriever("http://h/docs", WordEncoder(), timeout_s=1.0)
     assert str(caught.value) == "http://h/docs: Milvus refuses: no user ***"
     assert asked == ["root:secret"]
+    monkeypatch.setenv("MILVUS_TOKEN_FILE", "/gone")  # told as it is all the same
+    assert isinstance(milvus._told("http://h/docs", RuntimeError("down")), CorruptIndexError)
 
 
 def test_without_pymilvus_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

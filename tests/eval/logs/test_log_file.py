@@ -219,3 +219,16 @@ def test_times(time: Any) -> None:
     assert seconds_of(time) == 1.76e9
     nothing: list[Any] = ["yesterday", None, True, {}]
     assert [seconds_of(each) for each in nothing] == [None] * 4
+
+
+def test_a_gateways_line_in_a_trace_is_a_request(tmp_path: Path) -> None:
+    """It has a trace's id and attributes of its own; what is nested too deeply is named."""
+    in_trace = {"trace_id": "t", "attributes": {"env": "prod"}}
+    deep: Any = "text"
+    for _ in range(900):
+        deep = [deep]
+    rows = [{**handler_line(at), **in_trace} for at in range(3)]
+    rows.append({"model": "m", "messages": [{"role": "user", "content": deep}]})
+    log = LogFile(write(tmp_path / "log.jsonl", rows), Passages())
+    assert len(log) == 3
+    assert log.unread["named"] == [(4, "nested too deeply")]
