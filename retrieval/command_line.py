@@ -50,16 +50,20 @@ class Parser(ArgumentParser):
         self._words = sys.argv[1:] if args is None else [*args]
         found, unknown = super().parse_known_args(args, namespace)
         if unknown:
-            known = [*self._option_string_actions, *self._more_flags]
-            self.error(f"unrecognized arguments: {' '.join(unknown)}{meant(unknown, known)}")
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{self._meant(unknown)}")
         return found, unknown
 
     def error(self, message: str) -> NoReturn:
         if refused := re.fullmatch(r"argument (\S+): expected one argument", message):
             message += self._joined(refused[1].split("/"))
+        elif "required" in message:  # it may be there, misspelt
+            message += self._meant([e for e in self._words if e not in self._option_string_actions])
         if self._fail is not None:
             self._fail(message)
         super().error(message)
+
+    def _meant(self, words: Sequence[str]) -> str:
+        return meant(words, [*self._option_string_actions, *self._more_flags])
 
     def _joined(self, names: Sequence[str]) -> str:
         """The end of an error about a flag without a value: the word behind it, if that looks like

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from math import isfinite
 from typing import Any
 
 from retrieval.errors import RetrievalError
@@ -51,6 +52,8 @@ class Reranker:
         pairs = [(utf8(query), utf8(hit.passage.content)) for hit in hits]
         with self._lock:
             scores = self._model.predict(pairs, batch_size=PAIR_BATCH, show_progress_bar=False)
+        if not all(map(isfinite, scores.tolist())):
+            raise RetrievalError("the reranker gives scores that are no numbers")
         scored = [
             Hit(hit.passage, score, "rerank")
             for hit, score in zip(hits, scores.tolist(), strict=True)

@@ -176,7 +176,8 @@ def found_models(rest: list[str]) -> list[str]:
     # The file of SGLang's --config may name the model.
     if not {"--model-path", "--model", "--config"} & _names(flags):
         named = "a model's folder, its name on the Hugging Face hub, or bundled"
-        raise ValueError(f"--model-path is missing: {named}")
+        misspelt = meant([*_names(flags)], MODEL_FLAGS)
+        raise ValueError(f"--model-path is missing: {named}{misspelt}")
     return flags
 
 

@@ -16,6 +16,7 @@ from eval.logs.call import UnreadError
 from eval.logs.openai import call_of
 from eval.logs.passages import NO_SEPARATOR, Passages
 from eval.logs.spans import Span, calls_of, is_spans, spans_of
+from eval.progress import progress
 from eval.replay.trace import TraceRequest
 
 MAX_NAMED = 20
@@ -87,8 +88,14 @@ class LogFile:
     def _rows(self, path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         number = 0
         try:
-            with (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file:
+            is_packed = path.suffix == ".gz"
+            look = {"unit": "B", "unit_scale": True}
+            with (
+                (gzip.open if is_packed else open)(path, "rb") as file,
+                progress("read", None if is_packed else path.stat().st_size, **look) as bar,
+            ):
                 for number, line in enumerate(file, 1):
+                    bar.update(len(line))
                     if not line.strip():
                         continue
                     self._num_lines += 1

@@ -19,6 +19,8 @@ from eval.replay.survey import DAY_S, HOUR_S, Survey
 from eval.replay.verdict import MIN_REQUESTS, answer, capacity_name, replay_name
 
 Results = Mapping[str, Any]
+MAX_ROWS = 50
+"""Of the caches that are drawn; a page stays small whatever the grid."""
 EPOCH_S = 1e8
 """Smaller times count from a trace's own beginning."""
 STYLE = """
@@ -142,6 +144,8 @@ class _Page:
                 note += f" {answer(contrast, worth=self._about.worth)}"
                 bars = _bars(ours, ours - contrast["value"])
                 rows.append(row(_room(one["cell"]), note, bars, mark=most))
+        if more := len(rows) - MAX_ROWS:
+            rows[MAX_ROWS:] = [f'<p class="soft">{more:,} more in the record</p>'] * (more > 0)
         key = self._key(f"the most that reuse could find: {most:.1%}")
         note = f'<p class="soft">{self._about.room}</p>' if self._about.room else ""
         return f"<h2>How much room the cache has</h2>{note}{key}{''.join(rows)}{axis()}"
@@ -216,7 +220,7 @@ class _Page:
         )
 
     def footer(self) -> str:
-        table = self._results["tables"][0]["rows"]
+        table = self._results["tables"][0]["rows"][: 4 * MAX_ROWS]
         rows = [[*table[0]], *([*each.values()] for each in table)]
         cells = "</tr><tr>".join("".join(f"<td>{escape(e)}</td>" for e in line) for line in rows)
         unread, told = self._unread, ""

@@ -52,3 +52,11 @@ def test_a_flag_with_a_short_form_is_meant_itself() -> None:
     flags = ["--chunkcache-reuse", "--chunkcache-tree", "--reuse"]
     assert meant(["--chunkcache-resue"], flags).endswith("did you mean --chunkcache-reuse?")
     assert meant(["--resue"], flags).endswith("did you mean --reuse?")
+
+
+def test_a_required_flag_that_is_misspelt_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = Parser()
+    parser.add_argument("--out", required=True)
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--ot", "index"])
+    assert "required: --out; did you mean --out?" in capsys.readouterr().err
