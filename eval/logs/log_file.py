@@ -89,7 +89,7 @@ class LogFile:
         number = 0
         try:
             is_packed = path.suffix == ".gz"
-            look = {"unit": "B", "unit_scale": True}
+            look: dict[str, Any] = {"unit": "B", "unit_scale": True}
             with (
                 (gzip.open if is_packed else open)(path, "rb") as file,
                 progress("read", None if is_packed else path.stat().st_size, **look) as bar,
