@@ -299,7 +299,11 @@ def _encoder(
         if not moved and there.encoder["kind"] == "hashed":
             return spec, None
         place = {"folder": args.out, "device": args.device}
-        return spec, load_encoder(there.encoder, **place, override=moved, batch_size=DEVICE_BATCH)
+        with bar("load the encoder", None):
+            encoder = load_encoder(
+                there.encoder, **place, override=moved, batch_size=DEVICE_BATCH
+            )
+        return spec, encoder
     dim = given.pop("dim", DIM)
     if not moved:
         # `fit_default` would refuse it too, but only when all documents have been read.
@@ -307,7 +311,8 @@ def _encoder(
             raise RetrievalError("--dim must be at least 2")
         return {"kind": "hashed", "dim": dim}, None
     own = {"query_prefix": None, "passage_prefix": None, "normalize": True, **given}
-    encoder = SentenceEncoder(moved, device=args.device, batch_size=DEVICE_BATCH, **own)
+    with bar("load the encoder", None):
+        encoder = SentenceEncoder(moved, device=args.device, batch_size=DEVICE_BATCH, **own)
     return encoder.spec(), encoder
 
 
@@ -347,7 +352,8 @@ def _neighbors(args: argparse.Namespace) -> None:
     from retrieval.index import Index
     from retrieval.neighbors import write_corpus, write_neighbors
 
-    index = Index.open(args.index, verify=False)
+    with bar("open", None):
+        index = Index.open(args.index, verify=False)
     with progress_bars() as progress:
         lines = write_neighbors(
             index, args.out, n=args.top_n, nprobe=args.nprobe, progress=progress
@@ -363,7 +369,8 @@ def _copy(args: argparse.Namespace) -> None:
     from retrieval.index import Index
     from retrieval.milvus import copy_index
 
-    index = Index.open(args.index, verify=False)
+    with bar("open", None):
+        index = Index.open(args.index, verify=False)
     with progress_bars() as progress:
         copied = copy_index(index, args.to, progress=progress)
     print(f"{args.to}: {copied} passages")
