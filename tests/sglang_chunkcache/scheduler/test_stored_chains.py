@@ -437,7 +437,8 @@ def test_flush_while_a_load_and_a_write_are_under_way(disk: ChainDisk) -> None:
     server.cache.arrived(rag(A, B))
     server.cache.arrived(rag(C))
     server.flush()
-    assert server.cache.tiers.host.pool.num_free == 20 - len(HEAD + A + B)
+    held = 20 - server.cache.tiers.host.pool.num_free
+    assert held in (len(HEAD + A + B), len(A + B))  # the head's may be written by then
     known(server, (50, 51, 52))
     server.check()
     disk.storage.gate.set()
