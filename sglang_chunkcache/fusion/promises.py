@@ -31,7 +31,7 @@ from sglang_chunkcache.fusion.tail import tails_of
 from sglang_chunkcache.scheduler.chunk_key import Fused
 from sglang_chunkcache.scheduler.host_slots import HostSlots
 from sglang_chunkcache.scheduler.node import state, up_from
-from sglang_chunkcache.scheduler.stages import MOVE, traced
+from sglang_chunkcache.scheduler.stages import MOVE, is_traced, traced
 from sglang_chunkcache.scheduler.waiting import Reason
 from sglang_chunkcache.wire.report import Fallback
 
@@ -131,10 +131,11 @@ class Promises:
                 compat.drop_output(each.req, "its chunks could not be moved, nor computed")
         for each in pending:
             its, move = state(each.req), each.move
-            times = {f"{phase}_ms": round(took, 3) for phase, took in move.ms.items()}
-            lens = {"tokens": move.plan.end - move.plan.start, "gap": move.plan.gap_len}
-            lens |= {"recomputed": move.recomputed_len, "requests": len(moves)}
-            traced(each.req, MOVE, begun, **lens, **times)
+            if is_traced(each.req):
+                times = {f"{phase}_ms": round(took, 3) for phase, took in move.ms.items()}
+                lens = {"tokens": move.plan.end - move.plan.start, "gap": move.plan.gap_len}
+                lens |= {"recomputed": move.recomputed_len, "requests": len(moves)}
+                traced(each.req, MOVE, begun, **lens, **times)
             its.outward = move.outward
             # a source like a gap: a variant behind these chunks, as Cache-Craft has several of one
             its.moved -= move.whole

@@ -22,8 +22,12 @@ WAIT, LOAD, MOVE = (
 )
 
 
+def is_traced(req: Req) -> bool:
+    return bool(req.time_stats.trace_ctx.tracing_enable)
+
+
 def traced(req: Req, stage: RequestStageConfig, begun: float, **facts: Any) -> None:
     """The request has been in this stage until now. `begun`: by `perf_counter`."""
-    if req.time_stats.trace_ctx.tracing_enable:
+    if is_traced(req):
         told = {f"chunkcache.{name}": fact for name, fact in facts.items()}
         req.time_stats.trace_slice(stage, begun, time.perf_counter(), told)
