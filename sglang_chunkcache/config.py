@@ -419,11 +419,6 @@ class ChunkCacheConfig(
         """Whether the tree is SGLang's. False as long as it is not decided (tree_choice.py)."""
         return self.tree == "stock"
 
-    @property
-    def needs_forward(self) -> bool:
-        """Whether something is done around forwards."""
-        return not self.is_stock and (self.reuse == "fused" or self.host_mib != 0)
-
     def to_env(self) -> dict[str, str]:
         """The environment that hands this configuration to SGLang's processes; draws the secret."""
         return {

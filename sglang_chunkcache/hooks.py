@@ -2,13 +2,12 @@
 
 - AFTER `Scheduler.get_internal_state`: the only way from the HTTP process to a scheduler's state,
   and no registry adds to it.
-- AROUND `TpModelWorker.forward_batch_generation`, with `--reuse fused` or a host pool only:
+- AROUND `TpModelWorker.forward_batch_generation`, as what follows in schedulers with our tree only:
   promised slots must be filled on the forward stream, after earlier forwards, which may still write
-  KV that is moved, and before the batch's own extend. What goes to host memory is copied there,
+  KV that is copied, and before the batch's own extend. What goes to host memory is copied there,
   too.
-- AFTER `Scheduler._add_request_to_queue`, as what follows in schedulers with our tree only: what
-  a request needs is loaded from a storage while it waits. SGLang asks a cache for a waiting request
-  under some queue policies only.
+- AFTER `Scheduler._add_request_to_queue`: what a request needs is loaded from a storage while it
+  waits. SGLang asks a cache for a waiting request under some queue policies only.
 - AROUND `PrefillAdder.add_one_req`, with `--reuse fused` or a storage only: a request waits
   (scheduler/waiting.py) and those behind it do not. A cache can put off a request itself (None for
   a load), and all behind it with it, but is only asked for what it has found already.
@@ -91,7 +90,6 @@ def _hooks(settings: ChunkCacheConfig | None) -> Iterator[tuple[str, Callable[..
         yield LOAD_MODEL, _tell_loading, HookType.AROUND
     if not is_stock:
         yield ADD_TO_QUEUE, _tell_arrival, HookType.AFTER
-    if settings.needs_forward:
         yield FORWARD, _fill_first, HookType.AROUND
     if settings.reuse == "fused" or settings.storage_backend is not None:
         yield ADD_TO_BATCH, _add_or_wait, HookType.AROUND

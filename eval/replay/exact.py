@@ -64,7 +64,8 @@ class ReplaySettings:
     `host` is host memory's room, in the unit of the device's; 0: there is no such tier.
     `host_worth` is for the order. Pages mean something if the trace has lengths. `padded`: a chunk
     is filled up with one token of no meaning, so that it owns whole pages; those tokens take slots
-    and are never counted as found.
+    and are never counted as found. `copies_rests`: as our tree, what a match in pages lacks of its
+    last chunk is copied from whatever follows it elsewhere.
 
     Raises:
         LimitError, PolicyError: a value out of range, an unknown policy.
@@ -85,6 +86,7 @@ class ReplaySettings:
     host_worth: float = 1.0
     page_size: int = 1
     padded: bool = False
+    copies_rests: bool = False
 
     def __post_init__(self) -> None:
         check_choice("eviction", self.eviction, EVICTION_POLICIES)
@@ -289,11 +291,25 @@ class Replay:
         self._note_time((perf_counter() - start) * 1e6)
         held_len, held_tokens = ordering.held_len, ordering.held_tokens
         self.found = ordering.chunks[:held_len]
-        if settings.padded:
-            held_tokens = _tokens(ordering.chunks[:held_len])
+        if settings.page_size > 1 and held_len:
+            held_tokens = self._num_found(self.found, namespace, held_tokens)
         return ordering.chunks, RequestCount(
             len(request), held_len, 0, 0, _tokens(request), held_tokens, 0, 0
         )
+
+    def _num_found(self, chunks: Sequence[Chunk], namespace: str, num_slots: int) -> int:
+        """Tokens of a held chain in pages, of which some may be copied."""
+        if self._settings.padded:
+            return _tokens(chunks)
+        behind = list(self._held(chunks, namespace)[-1].child_nodes())
+        while behind and self._settings.copies_rests:
+            node = behind.pop()
+            if node.tier(_RANK) is not Tier.DEVICE:
+                continue
+            if node.num_tokens:
+                return _tokens(chunks)
+            behind += node.child_nodes()
+        return num_slots
 
     def _note_time(self, us: float) -> None:
         if self._num_orders % self._times_stride == 0:

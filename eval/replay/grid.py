@@ -82,6 +82,9 @@ class Cell:
             host_worth=1.0 if self.host_worth is None else self.host_worth,
             page_size=self.page_size,
             padded=self.padded,
+            # what stands for SGLang's own tree: LRU, and the retriever's order where nothing leaves
+            copies_rests=self.eviction == "reused"
+            or (self.eviction is None and self.order != "retriever"),
         )
 
 

@@ -92,24 +92,30 @@ class ChunkRadixCache(ChunkTree):
         then is more promised than is exact.
         """
         spans, is_admission = self._spans_of(params.req), params.key.limit is not None
-        start = time.perf_counter()
+        start, up_to = time.perf_counter(), len(params.key)
         if is_admission and params.req is not None and self.line.passes_over(params.req):
             # SGLang reads no more of it in this round
             return super().match_prefix(MatchPrefixParams(key=RadixKey(array("q"))))
         if spans is not None and not self.disable:
-            key = self.key_of(params.req, params.key.token_ids, spans, len(params.key))
+            key = self.key_of(params.req, params.key.token_ids, spans, up_to)
             params = dataclasses.replace(params, key=key)
         result = super().match_prefix(params)
         if spans is not None and isinstance(params.key, ChunkKey):
             known = state(params.req)
             known.fused, known.moved, known.promised = None, frozenset(), None
             if is_admission:
-                result = self.tiers.admit(params.req, params.key, spans, result)
+                result = self._admit(params.req, params.key, up_to, spans, result)
         if params.req is None or not state(params.req).is_asked_only:
             self.touch(result.last_device_node)
         if spans is not None:
             self.match_seconds += time.perf_counter() - start
         return result
+
+    def _admit(
+        self, req: Req, key: ChunkKey, up_to: int, spans: RequestSpans, result: MatchResult
+    ) -> MatchResult:
+        """The exact match of a request with what else it finds. `up_to`: tokens that it may."""
+        return self.tiers.admit(req, key, spans, result)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[Any, TreeNode] | None:
         """Keep what `match_prefix` promised: slots for all of it, or none (declined, to be

@@ -114,6 +114,10 @@ class LoadBack:
         """Slots that `load` would fill behind `start`."""
         return _num_slots(list(self._nodes.after(key, spans.area_len, start)))
 
+    def is_empty(self, node: TreeNode) -> bool:
+        """Whether the node's slots hold nothing before the next forward."""
+        return node in self._loads
+
     def before(self, batch: ScheduleBatch) -> None:
         """A forward comes next: copy what it may read, in part beside it (Cache-Craft, eq. 16)."""
         loads, self._loads = self._loads, {}

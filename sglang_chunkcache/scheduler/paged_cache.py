@@ -4,20 +4,61 @@ from __future__ import annotations
 
 import time
 from array import array
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
+from sglang.srt.mem_cache.base_prefix_cache import InitLoadBackParams, MatchResult
 from sglang.srt.mem_cache.radix_cache import TreeNode
 from torch import Tensor
 
+from sglang_chunkcache import compat
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
+from sglang_chunkcache.scheduler.node import state
+from sglang_chunkcache.scheduler.page_rests import PageRests
 from sglang_chunkcache.scheduler.paged_key import PagedKey
 from sglang_chunkcache.wire.spans import RequestSpans
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
 
 
 class PagedRadixCache(ChunkRadixCache):
     """Of one rank. SGLang's own walks end where a key has no slots left: these go on through
     chunks that are shorter than a page."""
+
+    def __init__(self, *args: Any) -> None:
+        """As its base."""
+        super().__init__(*args)
+        self._rests = PageRests(self, self.tiers.host.load_back.is_empty)
+
+    def _admit(
+        self, req: Req, key: ChunkKey, up_to: int, spans: RequestSpans, result: MatchResult
+    ) -> MatchResult:
+        result, known = super()._admit(req, key, up_to, spans, result), state(req)
+        node = result.last_device_node
+        known.rest = None if known.is_put_off else self._rests.of(node, up_to)
+        if known.rest is None:
+            return result
+        found = {"num_tokens": compat.num_matched(result), "host_hit_length": len(known.rest)}
+        return compat.rematched(self, result, node, **found)
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[Any, TreeNode]:
+        """Keep what `match_prefix` promised: the rest of a chunk, in a page of the request's."""
+        slots = state(params.req).promised = self._rests.commit(params.req)
+        return compat.loaded(self, slots, params.best_match_node)
+
+    @contextmanager
+    def around_forward(self, batch: ScheduleBatch) -> Iterator[None]:
+        self._rests.copy()
+        with super().around_forward(batch):
+            yield
+
+    def reset(self) -> None:
+        super().reset()
+        if "_rests" in vars(self):  # as in its base
+            self._rests.reset()
 
     def key_of(
         self,

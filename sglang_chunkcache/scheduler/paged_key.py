@@ -6,9 +6,8 @@
     b owns                                    child, and all of b in that of the question
     q owns                ─────── ───────
 
-So no page has two owners, a match is whole pages, and what it lacks of its last chunk, under a
-page, is computed again with what follows. Copying it from another child would need slots that are
-promised before they are filled, to save half a page of prefill a request.
+So no page has two owners, and a match is whole pages. What it lacks of its last chunk is copied
+from the first page of another child (page_rests.py).
 
 To SGLang, which walks, splits and counts by length, a key is as long as the slots that it owns. Our
 code asks for tokens (`part`, `num_tokens`). Tokens between chunks belong to the next chunk's node

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import accumulate
 from random import Random
+from typing import Any
 
 import pytest
 
@@ -29,14 +30,13 @@ def test_what_is_found_is_what_a_server_finds(
     eviction: EvictionPolicy, drift: int, page_size: int, padded: bool
 ) -> None:
     """Request by request, also while other chunks become popular. The question is a chunk of its
-    own in the replay, since it takes its place in the pool; it fills its page. What fills a chunk's
-    last page is found with it on a server, and no token of it in the replay."""
+    own in the replay, since it takes its place in the pool; it ends with a page. What fills up a
+    chunk's last page is found with it on a server, and no token of it in the replay."""
     draw, config = Random(drift), ChunkCacheConfig(secret=SECRET, eviction=eviction)
     server = Scheduler(CAPACITY, config, page_size=page_size)
     limits = None, CAPACITY, 1000, 2, 64
-    settings = ReplaySettings(
-        "retriever", "seen", eviction, "all", "off", *limits, page_size=page_size, padded=padded
-    )
+    pages: dict[str, Any] = {"page_size": page_size, "padded": padded, "copies_rests": True}
+    settings = ReplaySettings("retriever", "seen", eviction, "all", "off", *limits, **pages)
     replay, found = Replay(settings), list[tuple[int, int]]()
     for number in range(NUM_REQUESTS):
         ranks = (int(NUM_CHUNKS * draw.random() ** 2) for _ in range(draw.randint(1, 4)))
@@ -45,7 +45,8 @@ def test_what_is_found_is_what_a_server_finds(
             TOKENS[each] + [PAD] * (padded * -len(TOKENS[each]) % page_size) for each in numbers
         ]
         ends = [*accumulate(map(len, texts))]
-        question = [10_000 + number] * (page_size - sum(map(len, texts)) % page_size)
+        # a page and more: SGLang looks for nothing in less than one
+        question = [10_000 + number] * (2 * page_size - sum(map(len, texts)) % page_size)
         sizes = [len(text) - text.count(PAD) for text in (*texts, question)]
         chunks = [
             Chunk(chunk_id(text), size)

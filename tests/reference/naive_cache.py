@@ -60,6 +60,16 @@ class NaiveCache:
             length += 1
         return path[:length]
 
+    def rest(self, path: Path, up_to: int) -> int:
+        """Tokens of its last chunk, up to this one, that lie in a page of what follows."""
+        start = self.num_slots(path)
+        while path[-1][0] == "token" and self.num_slots(path[:-1]) == start:
+            path = path[:-1]
+        behind = (each for each in self.slots if each[: len(path)] == path)
+        if path[-1][0] != "chunk" or not any(self.num_slots(each) > start for each in behind):
+            return 0
+        return max(0, min(num_tokens(path), up_to) - start)
+
     def insert(self, path: Path, slots: Sequence[int]) -> None:
         """Hold `path`; what was there keeps its slots."""
         position = 0

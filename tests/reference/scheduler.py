@@ -85,21 +85,29 @@ class CountingAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
 
 
 class CountingPages(PagedTokenToKVPoolAllocator if PAGES_WITHOUT_TRITON else PagedAllocator):  # type: ignore[misc]
-    """The same of pages."""
+    """The same of pages. Also the pool: what it copies may be freed, but not written to since."""
 
     contents: dict[int, Any]
 
     def clear(self) -> None:
         super().clear()
-        self.contents = {}
+        self.contents, self.freed = {}, dict[int, Any]()
 
     def free(self, free_index: torch.Tensor) -> None:
         pages = {slot // self.page_size for slot in free_index.tolist()}
         twice = pages & set(self.free_pages.tolist())
         assert not twice, f"pages freed twice: {sorted(twice)}"
         for slot in [each for each in self.contents if each // self.page_size in pages]:
-            del self.contents[slot]
+            self.freed[slot] = self.contents.pop(slot)
         super().free(free_index.to(torch.int64))
+
+    def get_kvcache(self) -> CountingPages:
+        return self
+
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        held = self.freed | self.contents
+        for target, slot in zip(tgt_loc.tolist(), src_loc.tolist(), strict=True):
+            self.contents[target] = held.get(slot)
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         assert start_pos % self.page_size == 0

@@ -69,8 +69,8 @@ def test_other_request_is_sglangs(obj: Any) -> None:
 
 def test_missing_hooks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang logs that it could not apply one, and goes on."""
-    in_rank = {hooks.GET_INTERNAL_STATE, hooks.ADD_TO_QUEUE}
-    every = {*in_rank, hooks.FORWARD, hooks.GENERATE_REQUEST, hooks.DECIDE_AUTH}
+    in_rank = {hooks.GET_INTERNAL_STATE, hooks.ADD_TO_QUEUE, hooks.FORWARD}
+    every = {*in_rank, hooks.GENERATE_REQUEST, hooks.DECIDE_AUTH}
     waits = {hooks.ADD_TO_BATCH}
     fused = {"reuse": "fused", "host_mib": 0}
     for knobs, is_main, missing in (

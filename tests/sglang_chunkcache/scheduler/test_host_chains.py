@@ -506,7 +506,8 @@ def test_integrity_names_what_is_wrong(scheduler: HostScheduler) -> None:
 def test_random_traffic_finds_all_that_is_held(
     seed: int, num_pages: int, host_slots: int, page_size: int
 ) -> None:
-    """A match is as long as what device and host hold, unless the device has no room."""
+    """A match is as long as what device and host hold, unless the device has no room; in pages a
+    rest longer, which is copied."""
     rng, capacity = random.Random(seed), 4 * num_pages
     scheduler = HostScheduler(
         capacity, host_slots, window_requests=rng.choice([1, 5]), page_size=page_size
@@ -533,7 +534,8 @@ def test_random_traffic_finds_all_that_is_held(
                 scheduler.add(req, rng.choice([3, 100])) if is_admitted else scheduler.match(req)
             )
             if matched is not None:
-                assert matched == expected or scheduler.cache.tiers.host.counts.no_room > refused
+                has_room = scheduler.cache.tiers.host.counts.no_room == refused
+                assert matched - expected in range(page_size) or not has_room
             if matched is not None and is_admitted:
                 live.append(req)
             if rng.random() < 0.6:

@@ -1,0 +1,87 @@
+"""What a match in pages lacks of its last chunk: it lies in the first page of whatever follows the
+chunk elsewhere (paged_key.py), and is copied from there.
+
+    page size 4   a a a a a a . .     a chunk that is found: one page is its own
+                  b b . .             of two that follow it: `a a b b`, `a a c c`
+    the request   a a a a a a d d     copies two slots into a page of its own
+
+admission   the source is found, and promised as SGLang's host memory promises
+commit      a page of the request's own
+a forward   all are copied first, on its stream: nothing has written to a source yet, even if it was
+            evicted since
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from sglang_chunkcache import compat
+from sglang_chunkcache.scheduler.node import facts, joined, state, up_from
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+    from sglang.srt.mem_cache.radix_cache import TreeNode
+    from torch import Tensor
+
+    from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
+
+
+class PageRests:
+    """Of one rank.
+
+    Args:
+        is_empty: whether a node's slots hold nothing before the next forward.
+    """
+
+    def __init__(self, tree: ChunkTree, is_empty: Callable[[TreeNode], bool]) -> None:
+        self._tree, self._is_empty = tree, is_empty
+        self._pool: Any = tree.token_to_kv_pool_allocator.get_kvcache()
+        # with decode context parallelism a slot is in the pool of one rank, by another number
+        self._is_on = self._pool.page_size == tree.page_size
+        self._pending: list[tuple[Req, int, Tensor, Tensor]] = []
+        """Request, where its rest begins, slots to copy, slots to fill."""
+
+    def of(self, node: TreeNode, up_to: int) -> Tensor | None:
+        """The slots of what the pages down to this node lack of it, at most up to this token.
+        None: it is no chunk, ends with a page, or nothing that follows it has a page of KV."""
+        if facts(node).chunk is None or not self._is_on:
+            return None
+        end = sum(each.key.num_tokens for each in up_from(node))
+        if (size := min(end, up_to) - (end - end % self._tree.page_size)) <= 0:
+            return None
+        behind = list(node.children.values())
+        while behind:
+            below = behind.pop()
+            if not len(below.value):  # shorter than a page
+                behind += below.children.values()
+            elif not self._is_empty(below):
+                slots: Tensor = below.value[:size]
+                return slots
+        return None
+
+    def commit(self, req: Req) -> Tensor | None:
+        """A page of its own for what it was promised. None: there is none."""
+        rest = state(req).rest
+        assert rest is not None
+        self._tree.make_room(self._tree.page_size)
+        page: Tensor | None = self._tree.token_to_kv_pool_allocator.alloc(self._tree.page_size)
+        if page is None:
+            return None
+        slots = page[: len(rest)]
+        start = sum(len(each.key) for each in up_from(req.last_node))
+        self._pending.append((req, start, rest, slots))
+        return slots
+
+    def copy(self) -> None:
+        """A forward comes next."""
+        if not self._pending:
+            return
+        pending, self._pending = self._pending, []
+        for req, start, *_ in pending:
+            compat.keep_own(req, start)
+        sources, targets = zip(*((rest, slots) for *_, rest, slots in pending), strict=True)
+        self._pool.move_kv_cache(joined(targets), joined(sources))
+
+    def reset(self) -> None:
+        self._pending.clear()

@@ -1,0 +1,77 @@
+"""What a match in pages lacks of its last chunk is copied from what follows it elsewhere. The kit's
+scheduler checks that each slot of a prompt holds what belongs there; random traffic in
+test_chunk_cache_model.py and test_host_chains.py."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("sglang")
+
+from sglang_chunkcache.scheduler.node import state
+from tests.kit.chains import HostScheduler, rag
+
+PAGE = 4
+A, B, C = (1, 2, 3, 4, 5, 6), (10, 11, 12), (20, 21, 22, 23, 24)
+
+
+@pytest.fixture
+def scheduler() -> HostScheduler:
+    return HostScheduler(capacity=40, host_slots=0, page_size=PAGE)
+
+
+def test_rest_is_copied_from_another_chunks_page(scheduler: HostScheduler) -> None:
+    """Where a match is whole there is nothing to copy."""
+    assert scheduler.serve(rag(A, B, head=())) == 0
+    req = rag(A, C, head=())
+    assert scheduler.admit(req, 100) == len(A)
+    own = scheduler.slots(req, PAGE, len(A))
+    assert not set(own) & set(scheduler.tree_slots())
+    assert own[0] % PAGE == 0
+    scheduler.check([req])
+    scheduler.release(req, is_insert=True)
+    assert scheduler.serve(rag(A, B[:2], head=(9, 9))) == 0
+    scheduler.check()
+
+
+def test_rest_of_a_chunk_that_is_shorter_than_a_page(scheduler: HostScheduler) -> None:
+    """With the chunk before it, whose rest lies in the same page."""
+    scheduler.serve(rag(A, (7,), B, head=()))
+    assert scheduler.serve(rag(A, (7,), C, head=())) == len(A) + 1
+
+
+def test_source_may_be_evicted_until_the_forward(scheduler: HostScheduler) -> None:
+    scheduler.serve(rag(A, B, head=()))
+    req = rag(A, C, head=())
+    assert scheduler.add(req, 100) == len(A)
+    scheduler.evict(40)
+    scheduler.forward()
+    scheduler.check([req])
+
+
+def test_without_a_page_it_is_computed() -> None:
+    scheduler = HostScheduler(capacity=3 * PAGE, host_slots=0, page_size=PAGE)
+    scheduler.serve(rag(A, B, head=(), tail=(30, 31, 32)))
+    first = rag(A, B, head=(), tail=(30, 31, 32))
+    assert scheduler.admit(first, 100) == len(A + B)  # in the page of what it was copied from
+    assert scheduler.match(second := rag(A, C, head=())) == PAGE
+    assert scheduler.cache._rests.commit(second) is None
+
+
+def test_what_follows_may_wait_for_host_memory() -> None:
+    """Its page holds nothing yet."""
+    scheduler = HostScheduler(capacity=40, host_slots=40, page_size=PAGE)
+    for _ in range(2):
+        scheduler.serve(rag(A, C, head=(), promoted_len=2))
+    scheduler.idle()
+    scheduler.evict(40)
+    assert scheduler.add(rag(A, C, head=()), 100) == 2 * PAGE
+    assert scheduler.cache.tiers.host.load_back._loads
+    assert scheduler.add(req := rag(A, B, head=()), 100) == PAGE
+    assert state(req).rest is None
+
+
+def test_last_token_is_computed(scheduler: HostScheduler) -> None:
+    """SGLang wants one to compute, though all of the prompt is cached."""
+    scheduler.serve(rag(A, B, head=()))
+    assert scheduler.serve(rag(A, head=(), tail=())) == len(A) - 1
