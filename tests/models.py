@@ -9,6 +9,8 @@ one built.
 from __future__ import annotations
 
 import gc
+import itertools
+import json
 import socket
 import tempfile
 from collections.abc import Sequence
@@ -249,3 +251,23 @@ def _free_port() -> int:
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
+
+
+def write_adapter(path: Path, model: Path, *, rank: int = 4) -> None:
+    """A random LoRA adapter of a `llama` model's queries and values, as files."""
+    from safetensors.torch import save_file
+
+    config = json.loads((model / "config.json").read_text())
+    hidden, num_layers = config["hidden_size"], config["num_hidden_layers"]
+    head_dim = hidden // config["num_attention_heads"]
+    widths = {"q_proj": hidden, "v_proj": head_dim * config["num_key_value_heads"]}
+    torch.manual_seed(0)
+    weights = {}
+    for layer, (name, width) in itertools.product(range(num_layers), widths.items()):
+        prefix = f"base_model.model.model.layers.{layer}.self_attn.{name}.lora_"
+        weights[f"{prefix}A.weight"] = torch.randn(rank, hidden) / hidden**0.5
+        weights[f"{prefix}B.weight"] = torch.randn(width, rank)
+    path.mkdir()
+    save_file(weights, path / "adapter_model.safetensors")
+    adapter = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": [*widths]}
+    (path / "adapter_config.json").write_text(json.dumps({**adapter, "bias": "none"}))

@@ -43,6 +43,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.matrix]
 PAGE = 16
 PAGED = ["--page-size", str(PAGE)]
 POOL = ["--max-total-tokens", "2400", "--chunked-prefill-size", "32", "--max-running-requests", "8"]
+UNPINNED = ("-m", "tests.e2e.unpinned_server")
 _numbers = count()
 
 
@@ -286,6 +287,34 @@ def test_random_model(
         worst = max(map(logprob_difference, reference, got))
         assert worst < tolerances["float32"]
         assert server.is_running
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("tree", ["chunk", "stock"])
+def test_adapters_share_nothing(
+    tree: str, model_of: Any, tmp_path: Path, tolerances: dict[str, float]
+) -> None:
+    """The same chunks for an adapter and the model below it: each finds its own KV, and no other's,
+    in either tree."""
+    model, adapter = model_of("llama"), tmp_path / "adapter"
+    models.write_adapter(adapter, model)
+    flags = ["--model-path", str(model), "--max-total-tokens", "8192", "--chunkcache-tree", tree]
+    flags += ["--enable-lora", "--lora-paths", f"a={adapter}", "--lora-backend", "torch_native"]
+    with Server(flags, log=tmp_path / "log", env=STRICT, launcher=UNPINNED) as server:
+        requests, seen = make_requests(5, 6), list[list[Answer]]()
+        for lora in (None, "a"):
+            first, *others = replies = run(server, requests, lora_path=lora)
+            assert exact_of(first) < PAGE, "but a template's first tokens"
+            assert sum(map(exact_of, others)) > 300
+            reference = [
+                run_stock(server.url, prompt_ids(each), 12, cache_salt=fresh(), lora_path=lora)
+                for each in replies
+            ]
+            assert differences(reference, answers_of(replies)) == []
+            worst = max(map(logprob_difference, reference, answers_of(replies)))
+            assert worst < tolerances["float32"]
+            seen.append(reference)
+        assert all(map(differences, *([[each] for each in answers] for answers in seen)))
 
 
 @pytest.mark.nightly
