@@ -41,7 +41,7 @@ from tests.polling import until
 from tests.soak import mixed_load
 from tests.soak.answers import STRICT
 
-pytestmark = [pytest.mark.engine, pytest.mark.matrix]
+pytestmark = [pytest.mark.engine, pytest.mark.matrix, pytest.mark.nightly]
 
 SOUND = {"mode": "fused", "selector": "deviation", "depth": 3, "ratio": 0.3}
 WORLD = World(4711, links=True)
@@ -206,7 +206,6 @@ def test_answer_says_that_it_was_sampled_and_has_nothing_else(audited_server: Se
 # What follows
 
 
-@pytest.mark.nightly
 def test_sound_selector_serves_and_broken_one_is_paused(
     audited_server: Server, switch: Path
 ) -> None:

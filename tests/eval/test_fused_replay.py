@@ -240,6 +240,7 @@ def test_command_with_host_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.data
+@pytest.mark.nightly
 def test_all_of_ragpulse_fused(tmp_path: Path) -> None:
     folder = Path(os.environ.get("CHUNKCACHE_DATA", "/nowhere")) / "ragpulse"
     if not folder.exists():
