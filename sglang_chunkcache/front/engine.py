@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
-from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from fastapi import Request
@@ -116,20 +118,9 @@ class Engine:
         """What every rank says of itself, by rank. None: one runs without the chunk cache.
 
         Raises:
-            BusyError: they do not answer, as where the server ends: SGLang's own waiting has no
-                end, and would hold up that.
+            BusyError: they do not answer.
         """
-        if self._late is not None and not self._late.done():
-            raise BusyError("a rank does not answer")
-        asked = asyncio.ensure_future(self._manager.get_internal_state())
-        begun = time.monotonic()
-        # never cancelled: SGLang's communicator does not bear that
-        while not (await asyncio.wait({asked}, timeout=0.5))[0]:
-            limit_s = LAST_STATES_S if self._manager.gracefully_exit else STATES_S
-            if time.monotonic() - begun > limit_s:
-                self._late = asked
-                raise BusyError("a rank does not answer")
-        found = asked.result()
+        found = await self._answered(self._manager.get_internal_state, STATES_S)
         if any(STATE_KEY not in state for state in found):
             return None
         return _decoded(state[STATE_KEY] for state in found)
@@ -316,11 +307,29 @@ class Engine:
         self._manager.auto_create_handle_loop()
         # SGLang's one way to a scheduler outside of serving; `rid` is the only field of this
         # request that carries text.
-        answers = await self._manager.get_internal_state_communicator(
-            GetInternalStateReq(rid=encode(asked))
-        )
+        question = GetInternalStateReq(rid=encode(asked))
+        ask = partial(self._manager.get_internal_state_communicator, question)
+        answers = await self._answered(ask, math.inf)
         states = [answer.internal_state.get(STATE_KEY) for answer in answers]
         return _decoded(state for state in states if state)
+
+    async def _answered(self, ask: Callable[[], Awaitable[Any]], limit_s: float) -> Any:
+        """What the ranks answer. SGLang's own waiting has no end, and would hold up the server's.
+
+        Raises:
+            BusyError: they do not answer.
+        """
+        if self._late is not None and not self._late.done():
+            raise BusyError("a rank does not answer")
+        asked, begun = asyncio.ensure_future(ask()), time.monotonic()
+        # never cancelled: SGLang's communicator does not bear that
+        while not (await asyncio.wait({asked}, timeout=0.5))[0]:
+            if self._manager.gracefully_exit:
+                limit_s = LAST_STATES_S
+            if time.monotonic() - begun > limit_s:
+                self._late = asked
+                raise BusyError("a rank does not answer")
+        return asked.result()
 
     def _routed(self, rank: int) -> int | None:
         """The rank as SGLang is told of it."""

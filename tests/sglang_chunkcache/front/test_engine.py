@@ -408,8 +408,9 @@ def test_check_is_an_exact_prefill_of_prompt_and_answer() -> None:
     assert spans.spans == planned.spans
 
 
-def test_states_of_ranks_that_answer_no_more_are_not_waited_for(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("question", ["states", "clear_store"])
+def test_ranks_that_answer_no_more_are_not_waited_for(
+    question: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """SGLang waits without an end, and the server's end for the request. It bears no second
     question meanwhile, and no cancelling."""
@@ -418,15 +419,19 @@ def test_states_of_ranks_that_answer_no_more_are_not_waited_for(
     class Ending:
         gracefully_exit = True
 
-        async def get_internal_state(self) -> Any:
+        def auto_create_handle_loop(self) -> None: ...
+
+        async def get_internal_state(self, *_: Any) -> Any:
             asked.append(asyncio.get_running_loop().create_future())
             return await asked[-1]
+
+        get_internal_state_communicator = get_internal_state
 
     async def look() -> None:
         engine = Engine(Ending(), Bench().bookkeeper)
         for _ in range(2):
             with pytest.raises(BusyError, match="does not answer"):
-                await engine.states()
+                await getattr(engine, question)()
         asked[0].set_result([])
         await asyncio.sleep(0)
         assert not asked[0].cancelled()
