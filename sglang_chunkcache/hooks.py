@@ -126,7 +126,7 @@ def _with_state(result: Any, scheduler: Any, args: Any, state_of: Any, of: Any) 
 def _fill_first(forward: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     # SGLang may pass a ForwardBatch of its own making instead, which has no tree.
     cache = _ours(None if batch is None else batch.tree_cache)
-    if cache is None:
+    if cache is None or not cache.needs_forward:
         return forward(worker, batch, *args, **kwargs)
     with cache.around_forward(batch):
         return forward(worker, batch, *args, **kwargs)

@@ -44,6 +44,8 @@ def stock_only(args: Any, model: Any, config: ChunkCacheConfig) -> list[str]:
         "--speculative-algorithm": bool(args.speculative_algorithm),
         # a page of ours may have tokens of several chunks, which an event could not tell
         "--kv-events-config in pages": bool(args.kv_events_config) and page_size > 1,
+        # its prefills are no forwards of our hook, before which rests of pages are copied
+        "--enable-pdmux in pages": args.enable_pdmux and page_size > 1,
         "--enable-hierarchical-cache": args.enable_hierarchical_cache,
         "--enable-lmcache": args.enable_lmcache,
         "--enable-flexkv": args.enable_flexkv,

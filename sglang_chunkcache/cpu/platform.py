@@ -8,7 +8,6 @@ generic KV pool; scheduler, radix cache, HTTP server and everything else are SGL
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import torch
@@ -24,10 +23,7 @@ from sglang.srt.platforms.device_mixin import PlatformEnum  # noqa: E402
 
 def activate() -> str | None:
     """Name of the platform class for SGLang to load, or None where CUDA is available."""
-    if torch.cuda.is_available():
-        return None
-    os.environ.setdefault("SGLANG_NATIVE_MOVE_KV_CACHE", "1")  # by torch, not by Triton
-    return f"{__name__}.CpuNativePlatform"
+    return None if torch.cuda.is_available() else f"{__name__}.CpuNativePlatform"
 
 
 class CpuNativePlatform(CpuSRTPlatform):  # type: ignore[misc]

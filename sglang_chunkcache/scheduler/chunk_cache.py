@@ -143,6 +143,12 @@ class ChunkRadixCache(ChunkTree):
         slots = path if promised is None else torch.cat([path, promised])
         return slots[: req.prefix_len]
 
+    @property
+    def needs_forward(self) -> bool:
+        """Whether something is done around forwards."""
+        tiers = self.tiers
+        return bool(tiers.fuser or tiers.storage or tiers.host.pool.num_slots)
+
     def around_forward(self, batch: ScheduleBatch) -> AbstractContextManager[None]:
         """Around a batch's forward, on its stream. Called by our hook."""
         is_ahead = batch.forward_mode.is_extend() and all(

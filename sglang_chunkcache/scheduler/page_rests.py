@@ -13,7 +13,7 @@ a forward   all are copied first, on its stream: nothing has written to a source
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from sglang_chunkcache import compat
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class PageRests:
-    """Of one rank.
+    """Of one rank. A request that has committed runs in the next batch.
 
     Args:
         is_empty: whether a node's slots hold nothing before the next forward.
@@ -38,31 +38,27 @@ class PageRests:
         self._tree, self._is_empty = tree, is_empty
         self._pool: Any = tree.token_to_kv_pool_allocator.get_kvcache()
         # with decode context parallelism a slot is in the pool of one rank, by another number
-        self._is_on = self._pool.page_size == tree.page_size
+        self._is_on = self._pool.page_size == tree.page_size and _copies_rows(self._pool)
         self._pending: list[tuple[Req, int, Tensor, Tensor]] = []
         """Request, where its rest begins, slots to copy, slots to fill."""
 
     def of(self, node: TreeNode, up_to: int) -> Tensor | None:
-        """The slots of what the pages down to this node lack of it, at most up to this token.
-        None: it is no chunk, ends with a page, or nothing that follows it has a page of KV."""
-        if facts(node).chunk is None or not self._is_on:
-            return None
+        """The slots of what the pages down to this node lack of its chunks, at most up to this
+        token. None: it is no chunk, ends with a page, or nothing that follows has a page of KV."""
         end = sum(each.key.num_tokens for each in up_from(node))
-        if (size := min(end, up_to) - (end - end % self._tree.page_size)) <= 0:
-            return None
-        behind = list(node.children.values())
-        while behind:
-            below = behind.pop()
-            if not len(below.value):  # shorter than a page
-                behind += below.children.values()
-            elif not self._is_empty(below):
-                slots: Tensor = below.value[:size]
-                return slots
+        border = end - end % self._tree.page_size
+        while self._is_on and facts(node).chunk is not None and min(end, up_to) > border:
+            for slots in self._behind(node):
+                return slots[: min(end, up_to) - border]
+            if len(node.value):
+                break
+            # a page of what precedes it may have been kept for another chunk
+            node, end = node.parent, end - node.key.num_tokens
         return None
 
     def commit(self, req: Req) -> Tensor | None:
         """A page of its own for what it was promised. None: there is none."""
-        rest = state(req).rest
+        rest, state(req).rest = state(req).rest, None
         assert rest is not None
         self._tree.make_room(self._tree.page_size)
         page: Tensor | None = self._tree.token_to_kv_pool_allocator.alloc(self._tree.page_size)
@@ -85,3 +81,21 @@ class PageRests:
 
     def reset(self) -> None:
         self._pending.clear()
+
+    def _behind(self, node: TreeNode) -> Iterator[Tensor]:
+        for below in node.children.values():
+            if not len(below.value):  # shorter than a page
+                yield from self._behind(below)
+            elif not self._is_empty(below):
+                yield below.value
+
+
+def _copies_rows(pool: Any) -> bool:
+    """Whether `move_kv_cache` of this pool copies all of a slot. By its exact name: subclasses have
+    scales and other layouts."""
+    name = type(pool).__name__
+    if name != "MHATokenToKVPool":
+        return name == "MLATokenToKVPool"
+    # by torch: SGLang prepares its kernel for speculative decoding only
+    pool.use_native_move_kv_cache = True
+    return pool.kv_cache_layout in ("nhd", "hnd")

@@ -47,7 +47,11 @@ class PagedRadixCache(ChunkRadixCache):
     def init_load_back(self, params: InitLoadBackParams) -> tuple[Any, TreeNode]:
         """Keep what `match_prefix` promised: the rest of a chunk, in a page of the request's."""
         slots = state(params.req).promised = self._rests.commit(params.req)
+        if slots is not None:
+            params.req.host_hit_length = 0  # SGLang would count it as of host memory
         return compat.loaded(self, slots, params.best_match_node)
+
+    needs_forward = True
 
     @contextmanager
     def around_forward(self, batch: ScheduleBatch) -> Iterator[None]:

@@ -61,12 +61,11 @@ class NaiveCache:
         return path[:length]
 
     def rest(self, path: Path, up_to: int) -> int:
-        """Tokens of its last chunk, up to this one, that lie in a page of what follows."""
+        """Tokens of its last chunks, up to this one, that lie in a page of what follows."""
         start = self.num_slots(path)
-        while path[-1][0] == "token" and self.num_slots(path[:-1]) == start:
+        while len(path) > 1 and self.num_slots(path[:-1]) == start and not self._behind(path):
             path = path[:-1]
-        behind = (each for each in self.slots if each[: len(path)] == path)
-        if path[-1][0] != "chunk" or not any(self.num_slots(each) > start for each in behind):
+        if path[-1][0] != "chunk" or not self._behind(path):
             return 0
         return max(0, min(num_tokens(path), up_to) - start)
 
@@ -77,6 +76,11 @@ class NaiveCache:
             end = self.num_slots(path[:length])
             self.slots.setdefault(path[:length], tuple(slots[position:end]))
             position = end
+
+    def _behind(self, path: Path) -> bool:
+        """Whether what follows the chunk has a page."""
+        pages = (self.num_slots(each) for each in self.slots if each[: len(path)] == path)
+        return path[-1][0] == "chunk" and any(each > self.num_slots(path) for each in pages)
 
     def mark(self, path: Path, promoted_len: int, area_len: int, *, counts_hits: bool) -> None:
         """Marks along the first chunk area of `path`; a chunk that had one is hit once more."""

@@ -84,8 +84,20 @@ class CountingAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]
         return slots
 
 
+class MLATokenToKVPool:
+    """By its name SGLang's. What it copies may be freed, but not written to since."""
+
+    def __init__(self, pages: CountingPages) -> None:
+        self._pages, self.page_size = pages, pages.page_size
+
+    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
+        held = self._pages.freed | self._pages.contents
+        for target, slot in zip(tgt_loc.tolist(), src_loc.tolist(), strict=True):
+            self._pages.contents[target] = held.get(slot)
+
+
 class CountingPages(PagedTokenToKVPoolAllocator if PAGES_WITHOUT_TRITON else PagedAllocator):  # type: ignore[misc]
-    """The same of pages. Also the pool: what it copies may be freed, but not written to since."""
+    """The same of pages."""
 
     contents: dict[int, Any]
 
@@ -101,13 +113,8 @@ class CountingPages(PagedTokenToKVPoolAllocator if PAGES_WITHOUT_TRITON else Pag
             self.freed[slot] = self.contents.pop(slot)
         super().free(free_index.to(torch.int64))
 
-    def get_kvcache(self) -> CountingPages:
-        return self
-
-    def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        held = self.freed | self.contents
-        for target, slot in zip(tgt_loc.tolist(), src_loc.tolist(), strict=True):
-            self.contents[target] = held.get(slot)
+    def get_kvcache(self) -> MLATokenToKVPool:
+        return MLATokenToKVPool(self)
 
     def free_segment(self, free_index: torch.Tensor, *, start_pos: int) -> None:
         assert start_pos % self.page_size == 0
@@ -469,16 +476,16 @@ class Scheduler:
     def _load_back(self, req: FakeReq, num_tokens: int) -> int | None:
         """Where the first piece ends, after what is promised."""
         end = self._piece_end(req, req.host_hit_length, num_tokens)
-        if end is None or not req.host_hit_length:
+        if end is None or not (promised := req.host_hit_length):
             return end
         loaded = self.cache.init_load_back(
-            InitLoadBackParams(req.best_match_node, req.host_hit_length, req=req)
+            InitLoadBackParams(req.best_match_node, promised, req=req)
         )
         if loaded is None:
             assert state(req).is_put_off, "SGLang would end admission for all"
             return None
         num_loaded = releases.take_loaded(self.cache, req, loaded)
-        assert num_loaded in (0, req.host_hit_length), "SGLang dies of a promise kept in part"
+        assert num_loaded in (0, promised), "SGLang dies of a promise kept in part"
         if not num_loaded:
             end = self._piece_end(req, 0, num_tokens)
         return end

@@ -32,6 +32,7 @@ PLAIN: dict[str, Any] = {
     "radix_cache_backend": None,
     "page_size": 1,
     "speculative_algorithm": None,
+    "enable_pdmux": False,
     "enable_hierarchical_cache": False,
     "enable_lmcache": False,
     "enable_flexkv": False,
@@ -62,6 +63,8 @@ def plain_model() -> Any:
         ({"speculative_algorithm": "EAGLE"}, ["--speculative-algorithm"]),
         ({"kv_events_config": "{}"}, []),
         ({"kv_events_config": "{}", "page_size": 4}, ["--kv-events-config in pages"]),
+        ({"enable_pdmux": True}, []),
+        ({"enable_pdmux": True, "page_size": 4}, ["--enable-pdmux in pages"]),
         ({"enable_hierarchical_cache": True}, ["--enable-hierarchical-cache"]),
         ({"enable_lmcache": True, "enable_flexkv": True}, ["--enable-lmcache", "--enable-flexkv"]),
         (

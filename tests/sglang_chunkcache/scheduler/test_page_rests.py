@@ -8,7 +8,11 @@ import pytest
 
 pytest.importorskip("sglang")
 
+import torch
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
 from sglang_chunkcache.scheduler.node import state
+from sglang_chunkcache.scheduler.page_rests import _copies_rows
 from tests.kit.chains import HostScheduler, rag
 
 PAGE = 4
@@ -40,6 +44,14 @@ def test_rest_of_a_chunk_that_is_shorter_than_a_page(scheduler: HostScheduler) -
     assert scheduler.serve(rag(A, (7,), C, head=())) == len(A) + 1
 
 
+def test_rest_is_found_behind_a_chunk_whose_followers_have_left(scheduler: HostScheduler) -> None:
+    """It is shorter than a page, and what precedes it has another follower."""
+    scheduler.serve(rag(A, C, head=()))
+    scheduler.serve(rag(A, (7,), head=(), tail=()), answer=())
+    assert scheduler.match(rag(A, (7,), B, head=())) == PAGE
+    assert scheduler.serve(rag(A, (7,), B, head=())) == len(A)
+
+
 def test_source_may_be_evicted_until_the_forward(scheduler: HostScheduler) -> None:
     scheduler.serve(rag(A, B, head=()))
     req = rag(A, C, head=())
@@ -69,6 +81,22 @@ def test_what_follows_may_wait_for_host_memory() -> None:
     assert scheduler.cache.tiers.host.load_back._loads
     assert scheduler.add(req := rag(A, B, head=()), 100) == PAGE
     assert state(req).rest is None
+
+
+def test_sglangs_pool_copies_without_its_kernel() -> None:
+    """Which it prepares for speculative decoding only."""
+    pool = MHATokenToKVPool(8, PAGE, torch.float32, 1, 2, 2, "cpu", False)
+    assert _copies_rows(pool)
+    for buffer in (*pool.k_buffer, *pool.v_buffer):
+        buffer[4] = 1.0
+    pool.move_kv_cache(torch.tensor([9]), torch.tensor([4]))
+    assert all(bool(each[9].all()) for each in (*pool.k_buffer, *pool.v_buffer))
+
+
+def test_copied_is_not_what_sglang_calls_loaded(scheduler: HostScheduler) -> None:
+    scheduler.serve(rag(A, B, head=()))
+    scheduler.admit(req := rag(A, C, head=()), 100)
+    assert req.host_hit_length == 0
 
 
 def test_last_token_is_computed(scheduler: HostScheduler) -> None:
