@@ -207,7 +207,7 @@ def main(argv: Sequence[str]) -> int:
     parser = Parser(prog="python -m eval bench one-copy", description="Rows in use at the peak.")
     parser.add_argument("--trace", type=Path, help="as of `eval replay`")
     parser.add_argument("--components", type=Path, help="lengths by id, RAGPulse's own file")
-    parser.add_argument("--generate", type=int, metavar="N", help="recurring chunks in place of data")
+    parser.add_argument("--generate", type=int, metavar="N", help="recurring chunks, no data")
     parser.add_argument("--batch", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--ratio", type=float, default=0.15, help="share that is recomputed")
     parser.add_argument("--order", choices=("tree", "retriever"), default="tree")

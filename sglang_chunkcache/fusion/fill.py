@@ -37,6 +37,7 @@ from sglang_chunkcache.fusion.moving import Mover
 from sglang_chunkcache.fusion.outward import OutwardWatch
 from sglang_chunkcache.fusion.recompute import PlanError, run_extend, run_pass
 from sglang_chunkcache.fusion.relocate import RotaryTable
+from sglang_chunkcache.fusion.sharing import Sharing
 from sglang_chunkcache.fusion.store import ChunkScores, Offload
 from sglang_chunkcache.scheduler.host_nodes import HostNodes
 from sglang_chunkcache.scheduler.host_slots import HostSlots
@@ -137,7 +138,9 @@ class FusionPass:
         self.pool = runner.token_to_kv_pool
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.num_tokens: Counter[str] = Counter()
-        self.mover = Mover(self.pool, table, self.pricing, host, self.num_tokens)
+        self.sharing = Sharing.of(self.pool, table)
+        shares = self.sharing is not None
+        self.mover = Mover(self.pool, table, self.pricing, host, self.num_tokens, shares=shares)
         self._chooser = Chooser(runner, config, self.pricing)
 
     @torch.no_grad()
@@ -212,6 +215,7 @@ class FusionPass:
             "codec": {"name": codec.name, "max_error": codec.max_error(self.pool.dtype)},
             "layers_ahead": self.mover.layers_ahead,
             "copied_again": self.mover.num_copied_again,
+            **({} if self.sharing is None else {"one_copy": self.sharing.stats()}),
             "attention": {**self.attention, "fallbacks": self.num_unplanned},
             "seconds": {phase: round(seconds, 6) for phase, seconds in self.seconds.items()},
             "tokens": dict(self.num_tokens),
@@ -222,6 +226,8 @@ class FusionPass:
         self.num_tokens["gap"] += sum(move.plan.gap_len for move in moves)
         if not any(map(len, critical)):
             return None
+        if self.sharing is not None:
+            critical = [*map(self.sharing.own, moves, critical)]
         rows = map(_with_tail, moves, critical)
         work = [each for each in zip(moves, rows, strict=True) if len(each[1])]
         sequences = [_sequence(move, positions) for move, positions in work]
@@ -255,6 +261,8 @@ class FusionPass:
             start, end = move.plan.start, move.plan.end
             # No slot keeps moved KV, whatever the selector had chosen.
             move.recomputed_len = move.plan.moved_len
+            if self.sharing is not None:
+                self.sharing.own(move, torch.arange(start, end), all_of_them=True)
             # One piece at a time bounds the activations.
             for at in range(start, end, RESCUE_PIECE):
                 last = min(at + RESCUE_PIECE, end)

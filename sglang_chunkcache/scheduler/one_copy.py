@@ -9,6 +9,7 @@ means it, so what is evicted may free fewer than it has: eviction goes on until 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +34,12 @@ class OneCopyRadixCache(ChunkRadixCache):
     def evictable_size(self) -> int:
         """Tokens more that fit once all that is not in use is evicted."""
         return min(self._idle()) - int(self.token_to_kv_pool_allocator.available_size())
+
+    def in_slots(self, stats: Any) -> Any:
+        """SGLang's figures of the pool, as if each slot in use had a row."""
+        num_slots, num_rows = self._slot_map.num_mapped, self._slot_map.num_rows
+        counted = {"full_available_size": num_rows - num_slots}
+        return dataclasses.replace(stats, **counted, full_evictable_size=self.evictable_size_)
 
     def num_missing(self, num_slots: int, num_rows: int) -> int:
         idle_slots, idle_rows = self._idle()
