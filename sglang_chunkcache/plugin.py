@@ -51,8 +51,13 @@ def register() -> None:
 def create_cpu_attention(runner: Any) -> Any:
     """SGLang's CPU attention without its padding.
     Imported late: the registry calls this once the model is loaded."""
+    from sglang_chunkcache.attention.slot_map import MappedPool
     from sglang_chunkcache.cpu.attention import create
 
+    if isinstance(runner.token_to_kv_pool, MappedPool):
+        from sglang_chunkcache.cpu.one_copy import OneCopyAttention
+
+        return OneCopyAttention(runner)
     return create(runner)
 
 

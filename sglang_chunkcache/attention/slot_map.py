@@ -45,6 +45,26 @@ class Places(NamedTuple):
         return found
 
 
+class Groups(NamedTuple):
+    """Slots by how far their keys turn. A query turned the other way meets the keys as they are, so
+    no key turns."""
+
+    rows: Tensor
+    sizes: list[int]
+    turn: Callable[[Tensor], Tensor]
+
+    def attend(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+        """[num_heads, head_dim] of one query over all of them, within rounding what turned keys
+        give. `keys`, `values`: the layer's buffers."""
+        seen, num_kv_heads = keys[self.rows].permute(1, 2, 0), keys.shape[1]
+        turned = self.turn(query.float().repeat(len(self.sizes), 1, 1)).to(query.dtype)
+        by_head = turned.view(len(turned), num_kv_heads, -1, turned.shape[-1])
+        parts = torch.split(seen.to(query.dtype), self.sizes, dim=-1)
+        logits = torch.cat([part @ key for part, key in zip(by_head, parts, strict=True)], dim=-1)
+        weights = (logits.float() * scale).softmax(-1).to(query.dtype)
+        return (weights @ values[self.rows].to(query.dtype).transpose(0, 1)).flatten(0, 1)
+
+
 class SlotMap:
     """`num_slots` virtual slots over `num_rows` rows, both from 1: 0 is SGLang's, for padding.
 
@@ -71,7 +91,7 @@ class SlotMap:
         self._free = torch.arange(self.num_rows, 0, -1)
         self._num_unused = self.num_rows
         self.num_reserved = self.num_evictable = self.num_mapped = 0
-        self._known: dict[tuple[int, int, int], tuple[Tensor, Places]] = {}
+        self._known: dict[tuple[str, int, int, int], tuple[Tensor, Any]] = {}
 
     @property
     def num_free(self) -> int:
@@ -175,27 +195,12 @@ class SlotMap:
         return self._is_shared[slots]
 
     def places(self, slots: Tensor) -> Places:
-        """What these slots, of any integer dtype, mean to attention. The same tensor is resolved
-        once, whatever the number of layers."""
-        # An inference tensor counts no versions: the same memory may hold other slots.
-        key = None if slots.is_inference() else (slots.data_ptr(), len(slots), slots._version)
-        if key is not None and (known := self._known.get(key)) is not None:
-            return known[1]
-        old, new = self._old[slots], self._new[slots]
-        turned: Tensor | None = (old != new).nonzero().flatten()
-        turn = None
-        if turned is not None and len(turned):
-            assert self.turns is not None, "set before anything is shared"
-            turn = self.turns.turning(old[turned].long(), new[turned].long())
-        else:
-            turned = None
-        found = Places(self._row[slots], turned, turn)
-        if key is not None:
-            if len(self._known) >= MAX_KNOWN:
-                self._known.clear()
-            # with the tensor, or its memory would be another's
-            self._known[key] = slots, found
-        return found
+        """What these slots, of any integer dtype, mean to attention."""
+        return self._known_or(slots, self._places)  # type: ignore[no-any-return]
+
+    def groups(self, slots: Tensor) -> Groups | None:
+        """The same for one query that sees all of them. None: no key turns."""
+        return self._known_or(slots, self._groups)  # type: ignore[no-any-return]
 
     def violations(self) -> list[str]:
         """What does not hold, in words. Reads all of the tables."""
@@ -210,7 +215,7 @@ class SlotMap:
         checks = {
             "owners of rows": bool((owners == self._owners).all()),
             "holders of rows": bool((holders == self._holders).all()),
-            "free rows once each": len(free.unique()) == len(free),
+            "free rows once each": _num_distinct(free) == len(free),
             "free rows without owner": not bool(self._owners[free].any()),
             "free + owned == all": len(free) + int((owners > 0).sum()) == self.num_rows,
             "mapped": len(mapped) == self.num_mapped,
@@ -223,6 +228,41 @@ class SlotMap:
         return [name for name, holds in checks.items() if not holds]
 
     # Private, in order of use
+
+    def _known_or(self, slots: Tensor, resolve: Callable[[Tensor], Any]) -> Any:
+        """The same tensor is resolved once, whatever the number of layers."""
+        # An inference tensor counts no versions: the same memory may hold other slots.
+        if slots.is_inference():
+            return resolve(slots)
+        key = resolve.__name__, slots.data_ptr(), len(slots), slots._version
+        if key not in self._known:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            # with the tensor, or its memory would be another's
+            self._known[key] = slots, resolve(slots)
+        return self._known[key][1]
+
+    def _places(self, slots: Tensor) -> Places:
+        old, new = self._old[slots], self._new[slots]
+        turned = (old != new).nonzero().flatten()
+        if not len(turned):
+            return Places(self._row[slots], None, None)
+        turn = self._turning(old[turned], new[turned])
+        return Places(self._row[slots], turned, turn)
+
+    def _groups(self, slots: Tensor) -> Groups | None:
+        old, new = self._old[slots], self._new[slots]
+        distance, order = (new - old).sort(stable=True)
+        _, sizes = torch.unique_consecutive(distance, return_counts=True)
+        if len(sizes) == 1 and not distance[:1].any():
+            return None
+        firsts = order[sizes.cumsum(0) - sizes]
+        turn = self._turning(new[firsts], old[firsts])
+        return Groups(self._row[slots[order]], sizes.tolist(), turn)
+
+    def _turning(self, old: Tensor, new: Tensor) -> Callable[[Tensor], Tensor]:
+        assert self.turns is not None, "set before anything is shared"
+        return self.turns.turning(old.long(), new.long())
 
     def _give_rows(self, slots: Tensor) -> None:
         first = self._num_unused - len(slots)
@@ -240,7 +280,8 @@ class SlotMap:
     def _count(self, rows: Tensor, *, owners: int = 0, holders: int = 0) -> Tensor:
         """Changes the counts of these rows, as often as each is there. Returns those that no slot
         means any more."""
-        distinct, times = rows.unique(return_counts=True)
+        distinct: Tensor
+        distinct, times = torch.unique(rows, return_counts=True)
         before = self._count_evictable(distinct)
         times = times.to(torch.int32)
         self._owners[distinct] += owners * times
@@ -253,20 +294,24 @@ class SlotMap:
 
     def _num_computed_twice(self) -> int:
         own = self._row[(self._row > 0) & ~self._is_shared]
-        return len(own) - len(own.unique())
+        return len(own) - _num_distinct(own)
 
 
 class MappedSide:
     """Keys or values of one layer, indexed by virtual slots."""
 
     def __init__(self, slot_map: SlotMap, buffer: Tensor, *, are_keys: bool) -> None:
-        self._slot_map, self._buffer, self._are_keys = slot_map, buffer, are_keys
+        self._slot_map, self.buffer, self._are_keys = slot_map, buffer, are_keys
+
+    def groups(self, slots: Tensor) -> Groups | None:
+        """As of `SlotMap`."""
+        return self._slot_map.groups(slots)
 
     def __getitem__(self, at: Tensor | tuple[Any, ...]) -> Tensor:
         """A copy of what these slots, [n], mean; of a tuple, its further indices of that."""
         slots, *within = at if isinstance(at, tuple) else (at,)
         places = self._slot_map.places(slots)
-        found = places.keys(self._buffer) if self._are_keys else self._buffer[places.rows]
+        found = places.keys(self.buffer) if self._are_keys else self.buffer[places.rows]
         return found[:, *within] if within else found
 
 
@@ -280,6 +325,10 @@ def rows_of(pool: Any) -> Callable[[Tensor], Tensor]:
     """Slots of a KV pool -> rows of its buffers, to be written, or copied as they are. The slots
     themselves where the pool has no virtual ones."""
     return pool.slot_map.rows if isinstance(pool, MappedPool) else _same
+
+
+def _num_distinct(rows: Tensor) -> int:
+    return len({*rows.tolist()})
 
 
 def _same(slots: Tensor) -> Tensor:

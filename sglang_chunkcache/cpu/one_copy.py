@@ -1,4 +1,5 @@
-"""KV pool and allocator with virtual slots (attention/slot_map.py), for a machine without a GPU.
+"""KV pool, allocator and attention with virtual slots (attention/slot_map.py), for a machine
+without a GPU.
 
 SGLang's allocator hands out virtual slots. What it writes goes through the map, and what attention
 reads by the pool's getters, `buffer[slots]`, is resolved there, too: SGLang's attention and our
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from sglang_chunkcache import config
 from sglang_chunkcache.attention.slot_map import MappedPool, MappedSide, SlotMap
+from sglang_chunkcache.cpu.attention import UnpaddedAttention
 
 
 class OneCopyPool(MHATokenToKVPool, MappedPool):  # type: ignore[misc]
@@ -42,6 +44,36 @@ class OneCopyPool(MHATokenToKVPool, MappedPool):  # type: ignore[misc]
     def get_value_buffer(self, layer_id: int) -> Any:
         """Likewise."""
         return MappedSide(self.slot_map, super().get_value_buffer(layer_id), are_keys=False)
+
+
+class OneCopyAttention(UnpaddedAttention):
+    """Decodes without turning keys. Sequences whose keys stand where they were computed get the
+    bits of the base."""
+
+    def _run_sdpa_forward_decode(
+        self,
+        query: Tensor,
+        output: Tensor,
+        k_cache: Any,
+        v_cache: Any,
+        req_to_token: Tensor,
+        req_pool_indices: Tensor,
+        seq_lens: Tensor,
+        encoder_lens: Tensor | None = None,
+        **options: Any,
+    ) -> Tensor:
+        rows_and_lens = zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)
+        for index, (row, seq_len) in enumerate(rows_and_lens):
+            one, groups = slice(index, index + 1), k_cache.groups(req_to_token[row, :seq_len])
+            if groups is not None:
+                sides = k_cache.buffer, v_cache.buffer
+                output[index] = groups.attend(query[index], *sides, options["scaling"])
+                continue
+            places = req_to_token, req_pool_indices[one], seq_lens[one]
+            super()._run_sdpa_forward_decode(
+                query[one], output[one], k_cache, v_cache, *places, encoder_lens, **options
+            )
+        return output
 
 
 class VirtualAllocator(TokenToKVPoolAllocator):  # type: ignore[misc]

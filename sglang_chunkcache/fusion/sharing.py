@@ -98,7 +98,7 @@ class Sharing:
         }
 
 
-def _on_device(plan: ReusePlan) -> Iterator[tuple[Piece, DeviceCopy[Any, Any]]]:
+def _on_device(plan: ReusePlan) -> Iterator[tuple[Piece, DeviceCopy]]:
     for piece in plan.pieces:
         if isinstance(piece.source, DeviceCopy):
             yield piece, piece.source

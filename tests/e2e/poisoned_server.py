@@ -121,8 +121,8 @@ def install() -> None:
     """Patch SGLang's allocators in this process."""
     ModelRunner.__init__ = _keep_runner
     TokenToKVPoolAllocator.clear, TokenToKVPoolAllocator.free = _poisoning_clear, _poisoning_free
-    SlotMap._drop = _poisoning_drop  # type: ignore[method-assign]
-    OneCopyRadixCache.in_slots = _checking_in_slots  # type: ignore[method-assign]
+    SlotMap._drop = _poisoning_drop  # type: ignore[method-assign, assignment]
+    OneCopyRadixCache.in_slots = _checking_in_slots  # type: ignore[method-assign, assignment]
     PagedTokenToKVPoolAllocator.clear = _poisoning_clear_pages
     if _release_pages is not None:
         PagedTokenToKVPoolAllocator._release_page_ids = _poisoning_release

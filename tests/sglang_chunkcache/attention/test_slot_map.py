@@ -7,9 +7,11 @@ from collections import Counter
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from sglang_chunkcache.attention.slot_map import MappedSide, SlotMap  # noqa: E402
+import torch
+
+from sglang_chunkcache.attention.slot_map import MappedSide, SlotMap
 
 ROWS, SLOTS = 24, 72
 

@@ -1,17 +1,23 @@
-"""SGLang's allocator over virtual slots: rows run out first, and what is evicted frees rows."""
+"""SGLang's allocator over virtual slots: rows run out first, and what is evicted frees rows. And
+decoding over rows that several sequences read at other positions."""
 
 from __future__ import annotations
 
 from array import array
+from typing import Any
 
 import pytest
 
 pytest.importorskip("sglang")
 
 import torch
+from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
+from sglang_chunkcache.attention.slot_map import MappedSide, SlotMap
+from sglang_chunkcache.cpu.one_copy import OneCopyAttention
+from sglang_chunkcache.fusion.relocate import RotaryTable
 from tests.reference.one_copy import CountingVirtual
 from tests.reference.scheduler import Scheduler, config
 
@@ -28,8 +34,8 @@ def insert(scheduler: Scheduler, token: int, slots: torch.Tensor) -> None:
 
 
 def shared(scheduler: Scheduler, of: torch.Tensor) -> torch.Tensor:
-    slots, at = scheduler.allocator.take(len(of)), torch.arange(len(of))
-    assert slots is not None
+    slots: torch.Tensor = scheduler.allocator.take(len(of))
+    at = torch.arange(len(of))
     scheduler.allocator.slot_map.share(slots, of, old=at, new=at)
     return slots
 
@@ -86,3 +92,43 @@ def test_eviction_goes_on_until_rows_are_free() -> None:
     assert scheduler.cache.evictable_size() == 10
     assert scheduler.cache.evict(EvictParams(num_tokens=3)).num_tokens_evicted == 20
     assert scheduler.allocator.available_size() == ROWS
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str
+)
+def test_decoding_equals_turned_copies(dtype: torch.dtype, tolerance: float) -> None:
+    """Of a sequence that shares two chunks at other positions, some of their tokens recomputed; an
+    exact one beside it is SGLang's bit for bit."""
+    rng = torch.Generator().manual_seed(0)
+    angles = torch.arange(64.0)[:, None] * 0.3 ** torch.arange(0, 4)
+    slot_map = SlotMap(64, 128)
+    slot_map.turns = RotaryTable(angles.cos(), angles.sin(), is_neox=True)
+    keys, values = torch.randn(2, 65, 2, 8, generator=rng, dtype=dtype)
+    source, own, moved = torch.arange(1, 31), torch.arange(31, 41), torch.arange(41, 61)
+    slot_map.assign(torch.cat([source, own]))
+    at = torch.arange(30)
+    slot_map.share(moved[:10], source[20:], old=at[20:], new=at[:10])
+    slot_map.share(moved[10:], source[:10], old=at[:10], new=at[10:20])
+    slot_map.own(moved[[3, 12]], reserved=0)
+    rows = torch.zeros(2, 40, dtype=torch.int32)
+    rows[0, :30] = torch.cat([moved, own])
+    rows[1, :30] = source
+    queries, lens = torch.randn(2, 4, 8, generator=rng, dtype=dtype), torch.tensor([30, 30])
+    apart = torch.arange(80).view(2, 40)
+
+    def decode(kind: type, sides: list[Any], row_slots: torch.Tensor) -> torch.Tensor:
+        backend: Any = object.__new__(kind)
+        places = row_slots, torch.arange(2), lens
+        how = {"scaling": 0.4, "enable_gqa": True}
+        out = torch.empty_like(queries)
+        return backend._run_sdpa_forward_decode(queries, out, *sides, *places, **how)  # type: ignore[no-any-return]
+
+    sides = [MappedSide(slot_map, side, are_keys=side is keys) for side in (keys, values)]
+    got = decode(OneCopyAttention, sides, rows)
+    expected = decode(TorchNativeAttnBackend, [side[rows.flatten()] for side in sides], apart)
+    torch.testing.assert_close(got, expected, atol=tolerance, rtol=0)
+    assert torch.equal(got[1], expected[1])
+    slot_map.turns = None
+    with pytest.raises(AssertionError, match="set before"):
+        decode(OneCopyAttention, sides, rows.clone())
