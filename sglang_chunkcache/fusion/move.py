@@ -51,6 +51,8 @@ class Move:
     """What the pass computes behind the region. None: SGLang's forward does."""
     num_reserved: int = 0
     """Rows of the pool for what is recomputed (sharing.py)."""
+    num_shared: int = 0
+    """Tokens that have their source's rows."""
     recomputed_len: int = 0
     whole: frozenset[int] = frozenset()
     """Where moved chunks begin that are sources from now on, since all of them was recomputed."""

@@ -56,7 +56,7 @@ class Sharing:
                 new=piece.start + tokens,
             )
         self._slot_map.assign(move.slots[own])
-        move.num_reserved = _num_expected(plan)
+        move.num_reserved, move.num_shared = _num_expected(plan), _num_shared(plan)
         self._slot_map.reserve(move.num_reserved)
 
     def own(self, move: Move, positions: Tensor, *, all_of_them: bool = False) -> Tensor:
@@ -72,14 +72,15 @@ class Sharing:
         unexpected = int(is_shared.sum()) - move.num_reserved
         if unexpected > self._slot_map.num_free:
             self.make_room(unexpected)
-        missing = unexpected - self._slot_map.num_free
+        missing = unexpected - self._slot_map.num_free  # below 1: none
         if missing > 0 and not all_of_them:
             kept = torch.ones_like(is_shared)
             kept[is_shared.nonzero().flatten()[-missing:]] = False
             positions, slots = positions[kept], slots[kept]
-            move.recomputed_len -= missing
+            move.recomputed_len, move.whole = move.recomputed_len - missing, frozenset()
             move.fallbacks.append(Fallback.NO_ROOM)
         move.num_reserved = self._slot_map.own(slots, reserved=move.num_reserved)
+        move.num_shared -= int(is_shared.sum()) - max(0, missing)
         return positions
 
     def end(self, move: Move) -> None:

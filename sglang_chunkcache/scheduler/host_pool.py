@@ -23,7 +23,7 @@ from torch import Tensor
 
 from radix_ext.costs import Phase, Work
 from sglang_chunkcache import compat
-from sglang_chunkcache.attention.slot_map import rows_of
+from sglang_chunkcache.attention.slot_map import MappedPool, rows_of
 from sglang_chunkcache.attention.upload import upload
 from sglang_chunkcache.config import ChunkCacheConfig, flag_name
 from sglang_chunkcache.scheduler.host_memory import (
@@ -274,7 +274,7 @@ def refusal(device_pool: Any, args: Any) -> str | None:
     """Why KV of this pool is not kept in host memory. None: it can be."""
     if args.enable_dp_attention or args.enable_pdmux or args.pp_size > 1:
         return "--enable-dp-attention, --enable-pdmux and --pp-size are not supported"
-    if type(device_pool) is not MHATokenToKVPool:
+    if type(device_pool) is not MHATokenToKVPool and not isinstance(device_pool, MappedPool):
         return f"KV in a {type(device_pool).__name__} is not supported"
     if device_pool.post_capture_active:
         return f"{POST_CAPTURE} is not supported: the device pool's size is not known yet"

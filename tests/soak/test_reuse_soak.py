@@ -24,7 +24,7 @@ CROWD = [
     *("--max-running-requests", "256"),
 ]
 """With 256 clients some dozens run, and the others wait."""
-ONE_COPY = [*mixed_load.TIGHT, "--chunkcache-one-copy", "on"]
+ONE_COPY = ["--chunkcache-one-copy", "on"]
 TIERS = [
     *(*mixed_load.TIGHT, "--chunkcache-host-mib", "1", "--chunkcache-store-mib", "1"),
     *("--chunkcache-store-chunks", "1000", "--chunkcache-store-codec", "int4"),
@@ -41,8 +41,8 @@ TIERS = [
         (mixed_load.TIGHT, mixed_load.TIGHT_POOL_TOKENS, 500, 8, {}),
         (mixed_load.TIGHT, mixed_load.TIGHT_POOL_TOKENS, 200, 8, RETRACT),
         (TIERS, mixed_load.TIGHT_POOL_TOKENS, 250, 8, {}),
-        (ONE_COPY, mixed_load.TIGHT_POOL_TOKENS, 300, 8, {}),
-        (ONE_COPY, mixed_load.TIGHT_POOL_TOKENS, 200, 8, RETRACT),
+        ([*TIERS, *ONE_COPY], mixed_load.TIGHT_POOL_TOKENS, 250, 8, {}),
+        ([*mixed_load.TIGHT, *ONE_COPY], mixed_load.TIGHT_POOL_TOKENS, 200, 8, RETRACT),
         (BATCHES, mixed_load.POOL_TOKENS, 250, 8, {}),
         (CROWD, CROWD_POOL_TOKENS, 600, 256, {}),
     ],

@@ -91,7 +91,7 @@ def test_equals_copies_bit_for_bit(runner: Any, monkeypatch: pytest.MonkeyPatch)
     """In every layer, whatever is moved, recomputed, found again or exact. Fewer rows are used."""
     runs: list[list[Tensor]] = []
     fates: list[list[tuple[Any, ...]]] = []
-    used = []
+    used, shares = [], []
     for is_shared in (False, True):
         with monkeypatch.context() as patch:
             scheduler = (
@@ -103,9 +103,12 @@ def test_equals_copies_bit_for_bit(runner: Any, monkeypatch: pytest.MonkeyPatch)
             runs.append([kv for batch in batches for kv in served(scheduler, *batch)])
             told = [report(req) for batch in batches for req in batch if is_moved(req)]
             fates.append([(each.exact, each.relocated, each.gap) for each in told])
+            shares.append([each.shared for each in told])
             taken = scheduler.cache.evictable_size() + scheduler.cache.protected_size()
             used.append(taken if not is_shared else scheduler.allocator.slot_map.num_used)
     assert fates[0] == fates[1]
+    assert not any(shares[0])
+    assert shares[1] == [each.relocated - each.fused_hit for each in told]
     assert sum(relocated for _, relocated, _ in fates[0]) > 500
     for copied, mapped in zip(*runs, strict=True):
         assert torch.equal(copied, mapped)
