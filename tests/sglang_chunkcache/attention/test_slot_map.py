@@ -35,7 +35,7 @@ def tensor(slots: list[int]) -> torch.Tensor:
     return torch.tensor(slots, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 def test_equals_sets_over_random_walks(seed: int) -> None:
     """After every step the same rows are shared, used and evictable, and none is lost or given out
     twice. A walk runs out of rows long before it runs out of slots."""

@@ -39,7 +39,7 @@ def make_scheduler(runner: Any, allocator: Any = None) -> ModelScheduler:
     return scheduler
 
 
-@pytest.fixture(params=["llama", "stablelm"])
+@pytest.fixture(params=["llama", pytest.param("stablelm", marks=pytest.mark.nightly)])
 def runner(request: pytest.FixtureRequest) -> Any:
     return models.runner(request.param)
 
