@@ -208,6 +208,13 @@ class MovedConfig:
     calibrate: str = knob("auto", choices=("auto", "on", "off"))
     """Measure at the start which layers and heads tell what to recompute. Once for a model and its
     weights; kept under `XDG_CACHE_HOME`. `auto`: where the server's selector is `critical`."""
+    one_copy: str = knob("off", choices=("on", "off"))
+    """Whether a moved chunk's tokens that are not recomputed share their source's rows of the KV
+    pool. More requests fit at a time; decoding takes longer, since each reader turns their keys.
+    Without a GPU only."""
+    virtual_slots: int = knob(4, low=2, high=64, has_flag=False)
+    """Slots for each row of the KV pool with `one_copy`. 22 bytes each. Slots run out before rows
+    only where chunks are shared that often on average."""
 
 
 @dataclass(frozen=True)
@@ -407,6 +414,8 @@ class ChunkCacheConfig(
             if high is not None and not value <= high:
                 raise ValueError(f"{flag} must be at most {high}, got {value!r}")
 
+        if self.one_copy == "on" and self.reuse != "fused":
+            raise ValueError(f"{flag_name('one_copy')} needs {SHORT_FLAGS['reuse']} fused")
         # Else every request that names no k is refused for the server's own default.
         if self.index is not None and self.retrieve_k > self.max_chunks:
             raise ValueError(

@@ -11,6 +11,10 @@
 - AROUND `PrefillAdder.add_one_req`, with `--reuse fused` or a storage only: a request waits
   (scheduler/waiting.py) and those behind it do not. A cache can put off a request itself (None for
   a load), and all behind it with it, but is only asked for what it has found already.
+- AFTER `KVCacheConfigurator._build_token_to_kv_pool_allocator`, with one copy of a chunk only: the
+  allocator of virtual slots. SGLang asks a platform for an allocator of pages only.
+- AROUND `SchedulerInvariantChecker._check_full_pool`, likewise: it adds up slots, of which there
+  are more than rows.
 - AROUND `ModelRunner.load_model`, at a terminal only: its time is shown (start_steps.py), and which
   process is the first rank's is known from then on.
 - BEFORE all of `SchedulerWeightUpdaterManager` that changes weights, with a storage only: where the
@@ -49,6 +53,14 @@ GET_INTERNAL_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state
 FORWARD = "sglang.srt.managers.tp_worker.TpModelWorker.forward_batch_generation"
 ADD_TO_QUEUE = "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue"
 ADD_TO_BATCH = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
+BUILD_ALLOCATOR = (
+    "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
+    "._build_token_to_kv_pool_allocator"
+)
+CHECK_POOL = (
+    "sglang.srt.managers.scheduler_components.invariant_checker.SchedulerInvariantChecker"
+    "._check_full_pool"
+)
 LOAD_MODEL = "sglang.srt.model_executor.model_runner.ModelRunner.load_model"
 UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 UPDATES = [
@@ -91,6 +103,9 @@ def _hooks(settings: ChunkCacheConfig | None) -> Iterator[tuple[str, Callable[..
     if not is_stock:
         yield ADD_TO_QUEUE, _tell_arrival, HookType.AFTER
         yield FORWARD, _fill_first, HookType.AROUND
+    if settings.one_copy == "on":
+        yield BUILD_ALLOCATOR, _virtual_slots, HookType.AFTER
+        yield CHECK_POOL, _add_up_slots, HookType.AROUND
     if settings.reuse == "fused" or settings.storage_backend is not None:
         yield ADD_TO_BATCH, _add_or_wait, HookType.AROUND
     if settings.storage_backend is not None:
@@ -130,6 +145,27 @@ def _fill_first(forward: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any
         return forward(worker, batch, *args, **kwargs)
     with cache.around_forward(batch):
         return forward(worker, batch, *args, **kwargs)
+
+
+def _virtual_slots(allocator: Any, *args: Any, **kwargs: Any) -> Any:
+    from sglang_chunkcache.attention.slot_map import MappedPool
+
+    pool = allocator.get_kvcache()
+    if not isinstance(pool, MappedPool):  # refused by name where KV is moved (fusion/build.py)
+        return allocator
+    from sglang_chunkcache.cpu.one_copy import VirtualAllocator
+
+    known = allocator.dtype, allocator.device, pool, allocator.need_sort
+    return VirtualAllocator(allocator.size, *known)
+
+
+def _add_up_slots(check: Any, checker: Any, stats: Any, *args: Any, **kwargs: Any) -> Any:
+    from sglang_chunkcache.scheduler.one_copy import OneCopyRadixCache
+
+    tree = checker.tree_cache
+    if isinstance(tree, OneCopyRadixCache):
+        stats = tree.in_slots(stats)
+    return check(checker, stats, *args, **kwargs)
 
 
 def _tell_loading(load: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:

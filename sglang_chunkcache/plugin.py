@@ -51,8 +51,13 @@ def register() -> None:
 def create_cpu_attention(runner: Any) -> Any:
     """SGLang's CPU attention without its padding.
     Imported late: the registry calls this once the model is loaded."""
+    from sglang_chunkcache.attention.slot_map import MappedPool
     from sglang_chunkcache.cpu.attention import create
 
+    if isinstance(runner.token_to_kv_pool, MappedPool):
+        from sglang_chunkcache.cpu.one_copy import OneCopyAttention
+
+        return OneCopyAttention(runner)
     return create(runner)
 
 
@@ -64,9 +69,11 @@ def create_cache(ctx: Any) -> Any:
             Stops the start.
         ValueError: the model or a flag is not supported; names it.
     """
+    from sglang_chunkcache.attention.slot_map import MappedPool
     from sglang_chunkcache.build import create_tiers
     from sglang_chunkcache.hooks import missing_hooks
     from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
+    from sglang_chunkcache.scheduler.one_copy import OneCopyRadixCache
     from sglang_chunkcache.scheduler.paged_cache import PagedRadixCache
 
     settings = config.from_env()
@@ -85,6 +92,8 @@ def create_cache(ctx: Any) -> Any:
             f"{config.flag_name('tree')} stock serves this model (KV allocator {allocator})"
         )
     create = ChunkRadixCache if ctx.params.page_size == 1 else PagedRadixCache
+    if isinstance(ctx.params.token_to_kv_pool_allocator.get_kvcache(), MappedPool):
+        create = OneCopyRadixCache
     cache = create(ctx.params, settings, lambda tree: create_tiers(tree, ctx, settings))
     if ctx.server_args.enable_priority_scheduling:
         sign = -1 if ctx.server_args.schedule_low_priority_values_first else 1

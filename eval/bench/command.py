@@ -40,6 +40,7 @@ BENCHES = {
         "eval.bench.attention.command",
         "attention of scattered tokens against dense and masked ones; GPU",
     ),
+    "one-copy": ("eval.bench.one_copy", "requests that fit where a chunk has one copy in the pool"),
     "ann": ("eval.bench.ann", "recall and speed of approximate indexes against exact search"),
     "bundled-model": (
         "eval.world.evaluate",

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from sglang_chunkcache import config
 from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 
 # Before SGLang: it imports transformers, which imports torchvision.
@@ -35,8 +36,14 @@ class CpuNativePlatform(CpuSRTPlatform):  # type: ignore[misc]
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 
-    def get_kv_pool_cls(self, *, kind: str) -> None:
-        """SGLang's own, which need no kernels."""
+    def get_kv_pool_cls(self, *, kind: str) -> Any:
+        """SGLang's own, which need no kernels. With one copy of a chunk: of virtual slots."""
+        settings = config.from_env()
+        if kind != "mha" or settings is None or settings.one_copy == "off":
+            return None
+        from sglang_chunkcache.cpu.one_copy import OneCopyPool
+
+        return OneCopyPool
 
     def get_mha_kv_pool_cls(self) -> type:
         from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool

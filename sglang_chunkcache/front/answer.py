@@ -109,6 +109,7 @@ def _fused(fusion: FusionRequest, rag: RagRequest) -> dict[str, Any]:
         "focused": None if report.focused is None else [labels[i] for i in report.focused],
         "gap": report.gap,
         "fused_hit": report.fused_hit,
+        "shared": report.shared,
         "ms": report.ms,
         "estimated_ms": report.estimated_ms,
         "selected_by": report.selector,

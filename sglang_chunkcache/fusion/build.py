@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from radix_ext.moved_plan import Limits
-from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.attention.slot_map import MappedPool
+from sglang_chunkcache.config import ChunkCacheConfig, flag_name
 from sglang_chunkcache.fusion.calibration_trial import Calibrator
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.gate import GateFigures, gated_attention
@@ -61,6 +62,10 @@ def create_fuser(
     if reasons := unsupported(runner, args):
         raise ValueError(f"--reuse fused is not supported with {', '.join(reasons)}")
     pool, codec = runner.token_to_kv_pool, CODECS[config.store_codec]
+    if config.one_copy == "on" and not isinstance(pool, MappedPool):
+        raise ValueError(
+            f"{flag_name('one_copy')} on is served without a GPU only, from SGLang 0.5.22 on"
+        )
     # Here, since a head that fills no whole bytes would otherwise fail with each capture.
     codec.check_heads(pool.k_buffer[0], pool.v_buffer[0])
     # One table for all layers: `unsupported` has refused models with several.

@@ -37,6 +37,7 @@ from sglang_chunkcache.fusion.moving import Mover
 from sglang_chunkcache.fusion.outward import OutwardWatch
 from sglang_chunkcache.fusion.recompute import PlanError, run_extend, run_pass
 from sglang_chunkcache.fusion.relocate import RotaryTable
+from sglang_chunkcache.fusion.sharing import Sharing
 from sglang_chunkcache.fusion.store import ChunkScores, Offload
 from sglang_chunkcache.scheduler.host_nodes import HostNodes
 from sglang_chunkcache.scheduler.host_slots import HostSlots
@@ -137,7 +138,9 @@ class FusionPass:
         self.pool = runner.token_to_kv_pool
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.num_tokens: Counter[str] = Counter()
-        self.mover = Mover(self.pool, table, self.pricing, host, self.num_tokens)
+        self.sharing = Sharing.of(self.pool, table)
+        shares = self.sharing is not None
+        self.mover = Mover(self.pool, table, self.pricing, host, self.num_tokens, shares=shares)
         self._chooser = Chooser(runner, config, self.pricing)
 
     @torch.no_grad()
@@ -212,12 +215,15 @@ class FusionPass:
             "codec": {"name": codec.name, "max_error": codec.max_error(self.pool.dtype)},
             "layers_ahead": self.mover.layers_ahead,
             "copied_again": self.mover.num_copied_again,
+            **({} if self.sharing is None else {"one_copy": self.sharing.stats()}),
             "attention": {**self.attention, "fallbacks": self.num_unplanned},
             "seconds": {phase: round(seconds, 6) for phase, seconds in self.seconds.items()},
             "tokens": dict(self.num_tokens),
         }
 
     def _compute(self, moves: Sequence[Move], critical: Sequence[Tensor]) -> Tensor | None:
+        if self.sharing is not None:
+            critical = [*map(self.sharing.own, moves, critical)]
         self.num_tokens["recomputed"] += sum(move.recomputed_len for move in moves)
         self.num_tokens["gap"] += sum(move.plan.gap_len for move in moves)
         if not any(map(len, critical)):
@@ -251,10 +257,19 @@ class FusionPass:
 
     def _compute_all(self, moves: Sequence[Move]) -> None:
         """An ordinary prefill of every promised region, in pieces: memory may have been short."""
+        if self.sharing is not None:
+            self.pool.get_kv_buffer(self.pool.layer_num - 1)  # once all that is loaded has come
         for move in moves:
             start, end = move.plan.start, move.plan.end
             # No slot keeps moved KV, whatever the selector had chosen.
             move.recomputed_len = move.plan.moved_len
+            if self.sharing is not None:
+                try:
+                    self.sharing.own(move, torch.arange(start, end), all_of_them=True)
+                except IndexError as error:
+                    logger.warning("chunk cache: no room to compute what was not moved: %s", error)
+                    move.is_lost = True
+                    continue
             # One piece at a time bounds the activations.
             for at in range(start, end, RESCUE_PIECE):
                 last = min(at + RESCUE_PIECE, end)

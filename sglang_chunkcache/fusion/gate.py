@@ -37,6 +37,7 @@ from torch import Tensor
 from sglang_chunkcache.attention import choice
 from sglang_chunkcache.attention.base import PassSequence, SparseAttention, SparseRequest
 from sglang_chunkcache.attention.masked import Observer
+from sglang_chunkcache.attention.slot_map import rows_of
 from sglang_chunkcache.fusion.recompute import run_pass
 from sglang_chunkcache.fusion.relocate import KeyTurn, rotary_of
 from sglang_chunkcache.fusion.trial_rows import Means, Row
@@ -313,9 +314,10 @@ class Trial:
     def _store(self) -> float:
         """B by way of the store; `stored_ulps`."""
         table, slots = self._means.table, self._moved.slots[self._b]
-        at = self._b_elsewhere
+        at, rows = self._b_elsewhere, rows_of(self._pool)
+        source, target = rows(self._elsewhere.slots[at]), rows(slots)
         for buffer in (*self._pool.k_buffer, *self._pool.v_buffer):
-            buffer[slots] = buffer[self._elsewhere.slots[at]]
+            buffer[target] = buffer[source]
         KeyTurn(self._pool, table, at, slots, self._b)(range(self._pool.layer_num))
         return self._ulps(self._moved)
 
@@ -333,9 +335,10 @@ class Trial:
             for at in (old, new)
         )
         source, target = (row.slots[: len(pairs)] for row in (self._pieces, self._moved))
-        buffer[source] = before
+        rows = rows_of(self._pool)
+        buffer[rows(source)] = before
         self._means.move(source, old, target, new)
-        return _ulps_of(buffer[target], wanted)
+        return _ulps_of(buffer[rows(target)], wanted)
 
     def _move(self) -> float:
         """Head, A and B into the moved row; `moved_ulps`."""
@@ -358,9 +361,9 @@ class Trial:
     def _run_scattered(self, means: Means) -> float:
         """Scattered tokens of the moved row, all of it recomputed; `scattered_error`."""
         slots = self._moved.slots[ALL_SCATTERED]
-        right = _kv(self._pool, slots)
+        right, rows = _kv(self._pool, slots), rows_of(self._pool)(slots)
         for buffer in (*self._pool.k_buffer, *self._pool.v_buffer):
-            buffer[slots] = float("nan")  # to be written in each layer before anything attends
+            buffer[rows] = float("nan")  # to be written in each layer before anything attends
         means.recompute(self._moved, self._prompt, SCATTERED)
         return self._scattered_multiple(_kv(self._pool, slots), right)
 
@@ -377,7 +380,8 @@ class Trial:
 
     def _ulps(self, row: Row) -> float:
         """Of layer-0 keys of B, against those of `full`."""
-        have = self._pool.k_buffer[0][row.slots[self._b]].flatten(1)
+        rows = rows_of(self._pool)(row.slots[self._b])
+        have = self._pool.k_buffer[0][rows].flatten(1)
         return _ulps_of(have, self._kv[0][self._b].to(have.dtype))
 
 
@@ -399,8 +403,8 @@ class _FreshKV(Observer):
 
 def _kv(pool: Any, slots: Tensor) -> list[Tensor]:
     """Keys and values of each layer in turn, [n, num_kv_heads * head_dim] float32."""
-    layers = zip(pool.k_buffer, pool.v_buffer, strict=True)
-    return [buffer[slots].flatten(1).float() for layer in layers for buffer in layer]
+    layers, rows = zip(pool.k_buffer, pool.v_buffer, strict=True), rows_of(pool)(slots)
+    return [buffer[rows].flatten(1).float() for layer in layers for buffer in layer]
 
 
 def _errors(got: Sequence[Tensor], expected: Sequence[Tensor]) -> Tensor:

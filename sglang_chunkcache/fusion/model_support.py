@@ -19,7 +19,8 @@ from sglang_chunkcache.fusion.relocate import DTYPES, ROTARY_CLASSES
 from sglang_chunkcache.scheduler.host_pool import POST_CAPTURE
 from sglang_chunkcache.scheduler.layer_loads import LayerLoads
 
-POOL_CLASS = "MHATokenToKVPool"
+POOL_CLASSES = ("MHATokenToKVPool", "OneCopyPool")
+"""SGLang's, and ours of it (cpu/one_copy.py)."""
 ATTENTION_CLASS = "RadixAttention"
 
 
@@ -100,8 +101,8 @@ def _runner(runner: Any) -> Iterator[str]:
 
 def _pool(pool: Any) -> Iterator[str]:
     # By its exact name: SGLang's subclasses keep KV in other layouts or dtypes (NPU, FP4, MXFP8).
-    if type(pool).__name__ != POOL_CLASS:
-        yield f"KV pool {type(pool).__name__}, not {POOL_CLASS}"
+    if type(pool).__name__ not in POOL_CLASSES:
+        yield f"KV pool {type(pool).__name__}, not {POOL_CLASSES[0]}"
         return
     if pool.dtype not in DTYPES:
         yield f"--kv-cache-dtype {pool.dtype}"
@@ -122,7 +123,7 @@ def _model(runner: Any) -> Iterator[str]:
     if not layers:
         yield f"{type(model).__name__} has no model.layers"
         return
-    if type(pool).__name__ == POOL_CLASS and len(layers) != pool.layer_num:
+    if type(pool).__name__ in POOL_CLASSES and len(layers) != pool.layer_num:
         yield f"{len(layers)} layers in the model, {pool.layer_num} in the KV pool"
     first_at: dict[str, int] = {}
     parts = [dict(layer.named_modules()) for layer in layers]

@@ -49,6 +49,12 @@ class Move:
     """The request's chunks."""
     tail: Tail | None = None
     """What the pass computes behind the region. None: SGLang's forward does."""
+    num_reserved: int = 0
+    """Rows of the pool for what is recomputed (sharing.py)."""
+    num_shared: int = 0
+    """Tokens that have their source's rows."""
+    is_lost: bool = False
+    """It could not be filled, not even by computing it."""
     recomputed_len: int = 0
     whole: frozenset[int] = frozenset()
     """Where moved chunks begin that are sources from now on, since all of them was recomputed."""

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from radix_ext.costs import Phase, Work, seconds
 from radix_ext.sources import DeviceCopy, HostCopy
+from sglang_chunkcache.attention.slot_map import rows_of
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.relocate import KeyTurn, RotaryTable, copy_moved
 from sglang_chunkcache.scheduler.host_nodes import HostNodes
@@ -23,7 +24,8 @@ from sglang_chunkcache.scheduler.pricing import Pricing
 
 
 class Mover:
-    """Of one rank. `host` has the store's KV. `num_tokens`, by source, is counted here."""
+    """Of one rank. `host` has the store's KV. `num_tokens`, by source, is counted here. `shares`:
+    what is on the device is not copied (sharing.py)."""
 
     def __init__(
         self,
@@ -32,9 +34,11 @@ class Mover:
         pricing: Pricing,
         host: HostNodes,
         num_tokens: Counter[str],
+        *,
+        shares: bool = False,
     ) -> None:
         self._pool, self._table, self._pricing, self._host = pool, table, pricing, host
-        self._loads, self.num_tokens = LayerLoads.of(pool), num_tokens
+        self._loads, self.num_tokens, self._shares = LayerLoads.of(pool), num_tokens, shares
         self._is_overlapped = False
         self.layers_ahead = 0
         """Layers of the last load that were copied before the passes."""
@@ -52,8 +56,11 @@ class Mover:
             )
             for piece in move.moved:
                 source = piece.source
-                target = move.slots[piece.start : piece.end]
                 assert isinstance(source, DeviceCopy | HostCopy)
+                self.num_tokens[f"moved_{source.where}"] += piece.end - piece.start
+                if self._shares and isinstance(source, DeviceCopy):
+                    continue
+                target = move.slots[piece.start : piece.end]
                 positions, origin = (
                     torch.arange(start, start + len(target), device=target.device)
                     for start in (piece.start, source.facts.start)
@@ -62,7 +69,6 @@ class Mover:
                     copies.append((source.node.value, origin, target, positions))
                 else:
                     blobs.append((source.facts.blob, origin, target, positions))
-                self.num_tokens[f"moved_{source.where}"] += piece.end - piece.start
         if copies:
             # All layers at once: what is loaded beside this pass has to be there.
             self._pool.get_kv_buffer(self._pool.layer_num - 1)
@@ -99,10 +105,11 @@ class Mover:
         _, *places = zip(*blobs, strict=True)
         origins, slots, positions = map(joined, places)
         turn = KeyTurn(self._pool, self._table, origins, slots, positions)
+        rows = rows_of(self._pool)(slots)
 
         # `LayerLoads` calls it again after a failure: it only overwrites slots of these moves.
         def copy(layers: range) -> None:
-            pool.copy(held, slots, layers)
+            pool.copy(held, rows, layers)
             turn(layers)
 
         num_ahead = self._num_ahead(moves, work)

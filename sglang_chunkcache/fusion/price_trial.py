@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from radix_ext.costs import Phase, Work, extend_work, through
+from sglang_chunkcache.attention.slot_map import rows_of
 from sglang_chunkcache.fusion.measure import (
     DeviationProbe,
     QuestionProbe,
@@ -156,7 +157,8 @@ class _Trial:
         slots = self._other.slots[:num_tokens]
         positions = torch.arange(num_tokens, device=slots.device)
         turn = KeyTurn(self._pool, self._means.table, positions, slots, positions + 1)
+        rows = rows_of(self._pool)(slots)
         for layer in range(self._pool.layer_num):
             layers = range(layer, layer + 1)
-            self._host.pool.copy(self._held[:num_tokens], slots, layers)
+            self._host.pool.copy(self._held[:num_tokens], rows, layers)
             turn(layers)

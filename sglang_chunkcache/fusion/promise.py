@@ -184,6 +184,7 @@ class Fuser:
             ms=ms,
             estimated_ms=in_ms(outcome.plan),
             selector=selector_of(req, plan),
+            shared=move.num_shared if move else 0,
         )
 
     def explain(self, req: Req) -> Explanation | None:

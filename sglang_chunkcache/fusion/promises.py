@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,6 +61,8 @@ class Promises:
     ) -> None:
         self._tree, self._sources, self._fusion_pass = tree, sources, fusion_pass
         self._limits = limits
+        if fusion_pass.sharing is not None:
+            fusion_pass.sharing.make_room = partial(tree.make_room, 0)
         self._pending: list[_Pending] = []
         self._num_with_tails = 0
 
@@ -82,7 +85,8 @@ class Promises:
         sources = [source.node for _, source in moved if isinstance(source, DeviceCopy)]
         num_after = len(req.origin_input_ids) + len(req.output_ids) - plan.end
         num_computed = self._tree.line.num_computed(num_after)
-        num_tokens = plan.end - plan.start
+        num_tokens, sharing = plan.end - plan.start, self._fusion_pass.sharing
+        num_rows = num_tokens if sharing is None else sharing.num_rows(plan)
         with ExitStack() as locked, ExitStack() as taken, ExitStack() as held:
             self._lock(node, locked)
             for blob in slots_of(plan):
@@ -90,15 +94,17 @@ class Promises:
                 held.callback(blob.let_go)
             for source in sources:
                 self._lock(source, taken)
-            missing = num_tokens + num_computed - self._tree.num_idle()
-            slots = None if missing > 0 else self._allocate(num_tokens, taken)
+            missing = self._tree.num_missing(num_tokens + num_computed, num_rows + num_computed)
+            slots = None if missing > 0 else self._allocate(plan, num_rows, taken)
             if slots is None:
-                fits = self._fits_alone([node, *sources], num_tokens + num_computed)
+                fits = self._fits_alone([node, *sources], num_rows + num_computed)
                 if not (fits and self._tree.line.for_room(req, missing)):
                     outcome.declined.append(Fallback.NO_ROOM)
                 return None
             row = torch.cat([self._tree.path_device_indices(node), slots])
             outcome.move = move_of(req, plan, spans, row)
+            if sharing is not None:
+                sharing.share(outcome.move)
             self._pending.append(_Pending(req, outcome.move, taken.pop_all(), held.pop_all()))
         known.fused = known.fused or Fused(plan.fused_from, plan.fusion.recipe)
         known.moved = frozenset(start for start, _ in moved)
@@ -126,11 +132,15 @@ class Promises:
             hidden = self._fusion_pass.run(moves)
         except Exception:
             logger.exception("chunk cache: %d prompt(s) cannot be filled", len(pending))
-            for each in pending:
+            for move in moves:
+                move.is_lost = True
+        for each in pending:
+            if each.move.is_lost:
                 state(each.req).is_failed = True
                 compat.drop_output(each.req, "its chunks could not be moved, nor computed")
-        for each in pending:
             its, move = state(each.req), each.move
+            if self._fusion_pass.sharing is not None:
+                self._fusion_pass.sharing.end(move)
             if is_traced(each.req):
                 times = {f"{phase}_ms": round(took, 3) for phase, took in move.ms.items()}
                 lens = {"tokens": move.plan.end - move.plan.start, "gap": move.plan.gap_len}
@@ -165,11 +175,13 @@ class Promises:
         capacity: int = self._tree.token_to_kv_pool_allocator.size
         return num_tokens + sum(path.values()) <= capacity
 
-    def _allocate(self, num_tokens: int, taken: ExitStack) -> torch.Tensor | None:
-        """Slots, evicting if need be; an exception on the way out of `taken` frees them."""
-        allocator = self._tree.token_to_kv_pool_allocator
-        self._tree.make_room(num_tokens)
-        slots: torch.Tensor | None = allocator.alloc(num_tokens)
+    def _allocate(self, plan: ReusePlan, num_rows: int, taken: ExitStack) -> torch.Tensor | None:
+        """Slots, evicting if need be; an exception on the way out of `taken` frees them. With
+        `sharing` they have no rows yet, but so many are free."""
+        allocator, num_tokens = self._tree.token_to_kv_pool_allocator, plan.end - plan.start
+        self._tree.make_room(num_tokens, num_rows)
+        shares = self._fusion_pass.sharing is not None
+        slots: torch.Tensor | None = (allocator.take if shares else allocator.alloc)(num_tokens)
         if slots is not None:
             taken.push(lambda error, *_: allocator.free(slots) if error else None)
         return slots

@@ -19,12 +19,15 @@ positions, no chunks, trees or requests.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from sglang_chunkcache.attention.slot_map import rows_of
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
@@ -100,6 +103,11 @@ class RotaryTable:
         """Positions must be below. On a GPU, where checks would synchronise, callers see to it."""
         return self.cos.shape[0]
 
+    def turning(self, old: Tensor, new: Tensor) -> Callable[[Tensor], Tensor]:
+        """Turns keys, [num_tokens, num_kv_heads, head_dim], in place, from the positions `old` to
+        `new`, [num_tokens] int64. Gives the bits that `copy_moved` writes."""
+        return partial(self._apply_, turn=self._turn(old, new))
+
     def _turn(self, old: Tensor, new: Tensor) -> _Turn:
         """From `old` to `new`."""
         old_cos, old_sin, new_cos, new_sin = (
@@ -173,13 +181,14 @@ def copy_moved(
     # On a GPU reading the comparison would synchronise: there the caller guarantees it.
     if source_slots.device.type == "cpu":
         _check_apart(source_slots, target_slots)
-    turn = table._turn(source_positions, target_positions)
+    turn, rows = table._turn(source_positions, target_positions), rows_of(pool)
+    source, target = rows(source_slots), rows(target_slots)
     if _takes_kernel(pool, use_kernel):
-        _launch(pool.k_buffer, pool.v_buffer, table, turn, source_slots, target_slots)
+        _launch(pool.k_buffer, pool.v_buffer, table, turn, source, target)
         return
     for keys, values in zip(pool.k_buffer, pool.v_buffer, strict=True):
-        keys[target_slots] = table._apply_(keys[source_slots], turn)
-        values[target_slots] = values[source_slots]
+        keys[target] = table._apply_(keys[source], turn)
+        values[target] = values[source]
 
 
 class KeyTurn:
@@ -211,17 +220,17 @@ class KeyTurn:
             {"slots": slots},
             {"positions": positions, "source_positions": source_positions},
         )
-        self._pool, self._table, self._slots = pool, table, slots
+        self._pool, self._table, self._rows = pool, table, rows_of(pool)(slots)
         self._turn, self._use_kernel = table._turn(source_positions, positions), use_kernel
 
     def __call__(self, layers: range) -> None:
         """The slots hold KV of these layers as the model stored it."""
         buffers = self._pool.k_buffer[layers.start : layers.stop]
         if _takes_kernel(self._pool, self._use_kernel):
-            _launch(buffers, (), self._table, self._turn, self._slots, self._slots)
+            _launch(buffers, (), self._table, self._turn, self._rows, self._rows)
             return
         for keys in buffers:
-            keys[self._slots] = self._table._apply_(keys[self._slots], self._turn)
+            keys[self._rows] = self._table._apply_(keys[self._rows], self._turn)
 
 
 def _takes_kernel(pool: MHATokenToKVPool, use_kernel: bool | None) -> bool:

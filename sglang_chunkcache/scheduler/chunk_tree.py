@@ -72,9 +72,14 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         """Slots that are free or evictable."""
         return int(self.token_to_kv_pool_allocator.available_size() + self.evictable_size())
 
-    def make_room(self, num_tokens: int) -> None:
-        """Evict until so many slots are free, or nothing is left to evict."""
-        if (missing := num_tokens - self.token_to_kv_pool_allocator.available_size()) > 0:
+    def num_missing(self, num_slots: int, num_rows: int) -> int:
+        """How many are neither free nor evictable; below 1: all can be had. Slots have their own
+        rows, except with one copy of a chunk (one_copy.py)."""
+        return num_slots - self.num_idle()
+
+    def make_room(self, num_slots: int, num_rows: int | None = None) -> None:
+        """Evict until so many slots, and rows, are free, or nothing is left to evict."""
+        if (missing := num_slots - self.token_to_kv_pool_allocator.available_size()) > 0:
             self.evict(EvictParams(num_tokens=missing))
 
     def insert(self, params: InsertParams) -> InsertResult:

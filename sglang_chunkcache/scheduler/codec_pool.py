@@ -16,6 +16,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from torch import Tensor
 
+from sglang_chunkcache.attention.slot_map import rows_of
 from sglang_chunkcache.scheduler.host_pool import HostPool
 from sglang_chunkcache.storage.codec import NONE, Quantized, Sizes
 
@@ -56,7 +57,7 @@ class CodecPool(HostPool):
 
     def save(self, device_slots: Tensor, slots: Tensor) -> list[Tensor]:
         are_kept = []
-        for rows, of_device, of_host in self._pieces(device_slots, slots):
+        for rows, of_device, of_host in self._pieces(rows_of(self._kv_pool)(device_slots), slots):
             sides = self._kv_pool.k_buffer, self._kv_pool.v_buffer
             keys, values = (torch.stack([layer[of_device] for layer in side]) for side in sides)
             parts = self.codec.encode(keys, values)
@@ -67,11 +68,11 @@ class CodecPool(HostPool):
             super().save(rows, of_host)
         return are_kept
 
-    def copy(self, slots: Tensor, device_slots: Tensor, layers: range) -> None:
-        for rows, of_device, of_host in self._pieces(device_slots, slots):
-            super().copy(of_host, rows, layers)
+    def copy(self, slots: Tensor, rows: Tensor, layers: range) -> None:
+        for encoded_rows, of_device, of_host in self._pieces(rows, slots):
+            super().copy(of_host, encoded_rows, layers)
             for layer in layers:
-                encoded = (side[layer][None, 1 : len(rows) + 1] for side in self._row_sides)
+                encoded = (side[layer][None, 1 : len(encoded_rows) + 1] for side in self._row_sides)
                 keys, values = self.codec.decode(self._parts(*encoded))
                 self._kv_pool.k_buffer[layer][of_device] = keys[0]
                 self._kv_pool.v_buffer[layer][of_device] = values[0]
@@ -85,12 +86,12 @@ class CodecPool(HostPool):
     # Private, in order of use
 
     def _pieces(
-        self, device_slots: Tensor, slots: Tensor
+        self, of_kv_pool: Tensor, slots: Tensor
     ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """As many at a time as there are rows."""
         for start in range(0, len(slots), ROW_SLOTS):
             of_host = slots[start : start + ROW_SLOTS]
-            of_device = device_slots[start : start + ROW_SLOTS]
+            of_device = of_kv_pool[start : start + ROW_SLOTS]
             yield self._rows[: len(of_host)], of_device, of_host
 
     def _as_rows(self, parts: Sequence[Tensor]) -> tuple[Tensor, Tensor]:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from radix_ext.costs import Phase, Work
 from sglang_chunkcache import compat
+from sglang_chunkcache.attention.slot_map import MappedPool, rows_of
 from sglang_chunkcache.attention.upload import upload
 from sglang_chunkcache.config import ChunkCacheConfig, flag_name
 from sglang_chunkcache.scheduler.host_memory import (
@@ -61,7 +62,7 @@ class HostPool:
     def __init__(
         self, device_pool: Any, num_bytes: int, *, is_layered: bool = True, loads_into: Any = None
     ) -> None:
-        self._device_pool = device_pool
+        self._device_pool, self._loads_into = device_pool, loads_into or device_pool
         self._is_cuda = torch.device(device_pool.device).type == "cuda"
         self._pool = compat.create_host_pool(
             device_pool, num_bytes, pin_memory=self._is_cuda, label="chunk cache"
@@ -74,7 +75,7 @@ class HostPool:
         self._stream: Any = None  # the forward stream, known with the first forward
         self.num_layers: int = self._pool.layer_num
         self.is_layered = is_layered
-        self.loads = LayerLoads.of(loads_into or device_pool)
+        self.loads = LayerLoads.of(self._loads_into)
 
     @property
     def num_free(self) -> int:
@@ -124,7 +125,7 @@ class HostPool:
     def save(self, device_slots: Tensor, slots: Tensor) -> list[Tensor]:
         """Copy KV from the device, [num_tokens] int64 each, behind a forward, on its stream.
         Returns [] bool each, on the device: whether the codec can keep it."""
-        pool = self._pool
+        pool, device_slots = self._pool, rows_of(self._device_pool)(device_slots)
         if self._is_cuda:
             device_slots.record_stream(self._stream)  # made on another one
             slots = upload(slots, device_slots.device)
@@ -143,21 +144,23 @@ class HostPool:
         """Copy KV to the device, [num_tokens] int64 each, on the forward stream before a forward:
         `num_ahead` layers at once, the rest beside it until `finish`. Whoever reads a layer by the
         device pool's getters waits for it."""
-        copy, work = partial(self.copy, slots, device_slots), Work(1, len(slots))
+        rows = rows_of(self._loads_into)(device_slots)
+        copy, work = partial(self.copy, slots, rows), Work(1, len(slots))
         self.loads.start(copy, Phase.LOAD, work, num_ahead=num_ahead, clock=clock)
 
-    def copy(self, slots: Tensor, device_slots: Tensor, layers: range) -> None:
-        """Copy these layers to the device, on the current stream. `slots` as of `prepare`."""
+    def copy(self, slots: Tensor, rows: Tensor, layers: range) -> None:
+        """Copy these layers to the device pool's rows, on the current stream. `slots` as of
+        `prepare`."""
         for layer in layers:
             if self._is_cuda:
                 self._pool.load_to_device_per_layer(
-                    self._device_pool, slots, device_slots, layer, "kernel"
+                    self._device_pool, slots, rows, layer, "kernel"
                 )
                 continue
             sides = (self._device_pool.k_buffer[layer], self._device_pool.v_buffer[layer])
             for held, side in zip(self._bytes, sides, strict=True):
                 taken = held[layer].take(slots.numpy(), axis=0)
-                side.view(torch.uint8).numpy()[device_slots.numpy()] = taken
+                side.view(torch.uint8).numpy()[rows.numpy()] = taken
 
     def finish(self) -> bool:
         """As `LayerLoads.finish`, once the forward is queued on the current stream."""
@@ -271,7 +274,7 @@ def refusal(device_pool: Any, args: Any) -> str | None:
     """Why KV of this pool is not kept in host memory. None: it can be."""
     if args.enable_dp_attention or args.enable_pdmux or args.pp_size > 1:
         return "--enable-dp-attention, --enable-pdmux and --pp-size are not supported"
-    if type(device_pool) is not MHATokenToKVPool:
+    if type(device_pool) is not MHATokenToKVPool and not isinstance(device_pool, MappedPool):
         return f"KV in a {type(device_pool).__name__} is not supported"
     if device_pool.post_capture_active:
         return f"{POST_CAPTURE} is not supported: the device pool's size is not known yet"

@@ -101,6 +101,8 @@ class Report(Record, frozen=True):
     and if nothing were moved. Empty: not estimated."""
     selector: str | None = None
     """What chose the recomputed tokens. None: nothing was moved."""
+    shared: int = 0
+    """Of `relocated`: tokens whose KV is their source's, where a chunk has one copy."""
 
 
 class Explanation(Record, frozen=True):

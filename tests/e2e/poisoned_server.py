@@ -13,6 +13,9 @@ Loads from host memory come beside forwards and passes, however short they are. 
 request loads is compared, bit by bit, with what was saved; a difference ends the scheduler. On the
 CPU alone: comparing waits for the device.
 
+With one copy of a chunk it is rows that are poisoned, with the last slot that means them, and
+SGLang's checks of the pool check the map of slots, too.
+
 SGLang's processes import the main module again, so that the patches below are in the scheduler as
 well. With `SABOTAGE_VAR` naming a file, moving KV on the device does nothing while that file
 exists: the promised slots stay as they were allocated; if it has text, filling them raises that as
@@ -37,6 +40,9 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
 from sglang.srt.model_executor.model_runner import ModelRunner
 
+from sglang_chunkcache.attention.slot_map import MappedPool, SlotMap, rows_of
+from sglang_chunkcache.scheduler.one_copy import OneCopyRadixCache
+
 SABOTAGE_VAR = "POISONED_SERVER_SABOTAGE"
 
 _clear, _free = TokenToKVPoolAllocator.clear, TokenToKVPoolAllocator.free
@@ -46,6 +52,8 @@ _release_pages = getattr(PagedTokenToKVPoolAllocator, "_release_page_ids", None)
 
 _init_runner = ModelRunner.__init__
 _runners: list[Any] = []
+_pools: list[Any] = []
+_drop, _in_slots = SlotMap._drop, OneCopyRadixCache.in_slots
 
 
 def _keep_runner(runner: Any, *args: Any, **kwargs: Any) -> None:
@@ -72,13 +80,27 @@ def _behind_forwards(slots: torch.Tensor | slice) -> Any:
 
 def _poisoning_clear(allocator: Any) -> None:
     _clear(allocator)
+    _pools.append(allocator._kvcache)
     poison(allocator._kvcache, slice(None))
 
 
 def _poisoning_free(allocator: Any, free_index: torch.Tensor) -> None:
     _free(allocator, free_index)
-    if allocator.free_group is None and free_index.numel():
+    is_mapped = isinstance(allocator._kvcache, MappedPool)
+    if allocator.free_group is None and free_index.numel() and not is_mapped:
         poison(allocator._kvcache, free_index)
+
+
+def _poisoning_drop(slot_map: SlotMap, rows: torch.Tensor, *, holders: int) -> None:
+    first = slot_map._num_unused
+    _drop(slot_map, rows, holders=holders)
+    poison(_pools[-1], slot_map._free[first : slot_map._num_unused])
+
+
+def _checking_in_slots(cache: Any, stats: Any) -> Any:
+    violations = cache._slot_map.violations()
+    assert violations == [], violations
+    return _in_slots(cache, stats)
 
 
 def _poisoning_clear_pages(allocator: Any) -> None:
@@ -99,6 +121,8 @@ def install() -> None:
     """Patch SGLang's allocators in this process."""
     ModelRunner.__init__ = _keep_runner
     TokenToKVPoolAllocator.clear, TokenToKVPoolAllocator.free = _poisoning_clear, _poisoning_free
+    SlotMap._drop = _poisoning_drop  # type: ignore[method-assign, assignment]
+    OneCopyRadixCache.in_slots = _checking_in_slots  # type: ignore[method-assign, assignment]
     PagedTokenToKVPoolAllocator.clear = _poisoning_clear_pages
     if _release_pages is not None:
         PagedTokenToKVPoolAllocator._release_page_ids = _poisoning_release
@@ -164,8 +188,9 @@ def _compare_loads() -> None:
 
 def _sides(pool: Any, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Keys and values, [num_layers, num_tokens, num_kv_heads, head_dim] each."""
+    rows = rows_of(pool)(slots)
     keys, values = (
-        torch.stack([layer[slots] for layer in side]) for side in (pool.k_buffer, pool.v_buffer)
+        torch.stack([layer[rows] for layer in side]) for side in (pool.k_buffer, pool.v_buffer)
     )
     return keys, values
 

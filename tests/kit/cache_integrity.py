@@ -84,7 +84,7 @@ def _of_slots(cache: ChunkRadixCache, nodes: Sequence[TreeNode]) -> list[str]:
     if twice := [slot for slot, num_owners in owners.items() if num_owners > 1]:
         found.append(f"slots with two owners: {twice[:8]}")
     counted = len(owners) - len(protected), len(protected)
-    booked = cache.evictable_size(), cache.protected_size()
+    booked = cache.evictable_size_, cache.protected_size()
     if counted != booked:
         found.append(f"evictable, protected are booked as {booked}, the tree has {counted}")
     return found

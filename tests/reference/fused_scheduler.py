@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, MutableMapping, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple, cast
@@ -31,6 +31,7 @@ from sglang_chunkcache.fusion.keeping import KINDS, kind_of
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.outward import OutwardWatch
 from sglang_chunkcache.fusion.promise import Fuser
+from sglang_chunkcache.fusion.sharing import Sharing
 from sglang_chunkcache.fusion.store import ChunkScores
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
@@ -38,6 +39,7 @@ from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.host_nodes import HostCounts, HostNodes
 from sglang_chunkcache.scheduler.node import state
+from sglang_chunkcache.scheduler.one_copy import OneCopyRadixCache
 from sglang_chunkcache.scheduler.pricing import Pricing, Timer
 from sglang_chunkcache.scheduler.stored_chains import StoredChains
 from sglang_chunkcache.scheduler.tiers import Tiers
@@ -47,9 +49,12 @@ from sglang_chunkcache.storage.storage import Storage
 from sglang_chunkcache.wire.report import Fallback
 from tests.kit.integrity import check_store
 from tests.reference.memory_host import HEAD_DIMS, MemoryHost
+from tests.reference.one_copy import CountingVirtual
 from tests.reference.scheduler import FakeReq, Scheduler, walk
 
 ROOMY = Limits(max_pass_tokens=1000, max_gap_tokens=1000)
+NO_TABLE: Any = None
+"""In place of a rotary table: contents are not turned, they say where they are read."""
 FILLING_S = 3600.0
 """What the pass says that filling a move takes."""
 
@@ -68,7 +73,7 @@ class Contents:
     _contexts: ClassVar[dict[tuple[int, int], int]] = {}
     """Of all servers: they read what others have stored."""
 
-    def __init__(self, slots: dict[int, KV]) -> None:
+    def __init__(self, slots: MutableMapping[int, KV]) -> None:
         self.slots = slots
 
     def context(self, before: int | None, token: int) -> int | None:
@@ -117,9 +122,14 @@ class FakePass:
     """
 
     def __init__(
-        self, contents: Contents, rows: Any, config: ChunkCacheConfig, host: HostNodes
+        self,
+        contents: Contents,
+        rows: Any,
+        config: ChunkCacheConfig,
+        host: HostNodes,
+        sharing: Sharing | None,
     ) -> None:
-        self.host = host
+        self.host, self.sharing = host, sharing
         self.contents, self.rows, self.config = contents, rows, config
         self.pricing = Pricing(
             SimpleNamespace(device="cpu", tp_group=SimpleNamespace(world_size=1))
@@ -146,6 +156,9 @@ class FakePass:
         if self.fails:
             for move in moves:
                 move.recomputed_len = move.plan.moved_len
+                if self.sharing is not None:
+                    region = torch.arange(move.plan.start, move.plan.end)
+                    self.sharing.own(move, region, all_of_them=True)
                 self._compute(move, range(move.plan.start, move.plan.end))
                 move.fallbacks.append(Fallback.PASS_FAILED)
             self.fails = False
@@ -160,7 +173,11 @@ class FakePass:
                 move.whole = frozenset(
                     piece.start for piece in move.moved if {*positions([piece])} <= {*critical}
                 )
-            self._compute(move, sorted([*uncached, *critical]))
+            computed = sorted([*uncached, *critical])
+            if self.sharing is not None:
+                where = torch.tensor(computed, dtype=torch.int64)
+                computed = self.sharing.own(move, where).tolist()
+            self._compute(move, computed)
             move.filling = watch if len(moves) == 1 else None
 
     def capture(self, captures: Sequence[Capture]) -> list[Captured]:
@@ -203,6 +220,8 @@ class FakePass:
             slots = source.node.value.tolist()
             for offset, (slot, token) in enumerate(zip(slots, tokens, strict=True)):
                 self.contents.read(slot, token, source.facts.start + offset)
+            if self.sharing is not None:
+                return  # `run` reads them at their new positions
         else:
             assert isinstance(source, HostCopy)
             blob = source.facts.blob
@@ -246,7 +265,8 @@ class FusedScheduler(Scheduler):
             is_shared = host_slots > 0 and config.store_codec == "none"
             nodes = host.nodes if is_shared else self._own_nodes(host.tree, config, store_bytes)
             self.store = nodes.index
-            self.fusion_pass = FakePass(self.contents, self.rows, config, nodes)
+            sharing = Sharing(self.allocator.slot_map, NO_TABLE) if has_rows else None
+            self.fusion_pass = FakePass(self.contents, self.rows, config, nodes, sharing)
             self.fuser = Fuser(
                 host.tree,
                 self.fusion_pass,  # type: ignore[arg-type]
@@ -260,6 +280,9 @@ class FusedScheduler(Scheduler):
                 stored = StoredChains(host, storage, how=("exact",), fingerprint=None)
             return Tiers(host, storage=storage, stored=stored, fuser=self.fuser)
 
+        has_rows = config.one_copy == "on"
+        if has_rows:
+            how["allocator"] = CountingVirtual.of(capacity, config.virtual_slots * capacity)
         how |= {"host_slots": host_slots, "create_tiers": create_tiers}
         super().__init__(capacity, config, prefill_budget=prefill_budget, **how)
         self.evicted_before_load_back = 0
@@ -299,7 +322,9 @@ class FusedScheduler(Scheduler):
         or it dies of the next allocation."""
         free, evictable = self.allocator.available_size(), self.cache.evictable_size()
         num_evicted = super().evict(num_tokens)
-        assert self.allocator.available_size() - free == num_evicted >= min(num_tokens, evictable)
+        num_freed = self.allocator.available_size() - free
+        assert num_freed >= min(num_tokens, evictable)
+        assert isinstance(self.cache, OneCopyRadixCache) or num_freed == num_evicted
         return num_evicted
 
     def check(self, reqs: Sequence[FakeReq] = ()) -> None:

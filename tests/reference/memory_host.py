@@ -3,7 +3,7 @@ what a slot holds is an object, and a slot that was not written holds none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
@@ -29,7 +29,7 @@ class MemoryHost:
 
     def __init__(
         self,
-        contents: Callable[[], dict[int, Any]],
+        contents: Callable[[], MutableMapping[int, Any]],
         num_slots: int,
         *,
         codec: Codec = NONE,

@@ -39,10 +39,12 @@ from radix_ext import ChunkId, Span, chunk_id
 from sglang_chunkcache.compat import PAGES_WITHOUT_TRITON
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.cpu.allocator import PagedAllocator
+from sglang_chunkcache.cpu.one_copy import VirtualAllocator
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.host_pool import NoSlots
 from sglang_chunkcache.scheduler.node import state
+from sglang_chunkcache.scheduler.one_copy import OneCopyRadixCache
 from sglang_chunkcache.scheduler.paged_cache import PagedRadixCache
 from sglang_chunkcache.scheduler.tiers import Tiers
 from sglang_chunkcache.storage.opening import create_index
@@ -53,6 +55,7 @@ from sglang_chunkcache.wire.spans import RequestSpans, pack
 from tests.kit import releases
 from tests.kit.cache_integrity import check_integrity
 from tests.reference.memory_host import FixedCosts, MemoryHost
+from tests.reference.one_copy import check_rows
 
 SECRET = "s3cret"
 MAX_CONTEXT = 128
@@ -277,6 +280,8 @@ class Scheduler:
                 else CountingPages(capacity, page_size, *how)
             )
         self.allocator: Any = allocator
+        has_rows = isinstance(allocator, VirtualAllocator)
+        self.num_slots = allocator.slot_map.num_slots if has_rows else capacity
         self.rows = rows or ReqToTokenPool(MAX_REQS, MAX_CONTEXT, "cpu", False)
         params = CacheInitParams(False, self.rows, self.allocator, page_size)
         self.cache: Any
@@ -286,7 +291,8 @@ class Scheduler:
         held: Any = host_slots and MemoryHost(lambda: self.allocator.contents, host_slots)
         pool = host_pool or held or NoSlots()
         index = create_index(config, max(1, pool.num_slots * pool.token_bytes))
-        self.cache = (PagedRadixCache if page_size > 1 else ChunkRadixCache)(
+        kind: type[ChunkRadixCache] = PagedRadixCache if page_size > 1 else ChunkRadixCache
+        self.cache = (OneCopyRadixCache if has_rows else kind)(
             params,
             config,
             lambda tree: create_tiers(
@@ -461,9 +467,11 @@ class Scheduler:
         own = [each for req in reqs for each in {slot // page for slot in self._own(req)}]
         assert tree == [slot - slot % page + n % page for n, slot in enumerate(tree)], "cut pages"
         owners = sorted([*own, *self.free_slots(), *(slot // page for slot in tree[::page])])
-        assert owners == list(range(1, self.capacity // page + 1)), f"the requests have {own}"
-        booked = self.cache.evictable_size() + self.cache.protected_size()
-        assert self.allocator.available_size() + booked + page * len(own) == self.capacity
+        assert owners == list(range(1, self.num_slots // page + 1)), f"the requests have {own}"
+        booked = self.cache.evictable_size_ + self.cache.protected_size()
+        assert page * len(self.free_slots()) + booked + page * len(own) == self.num_slots
+        if isinstance(self.cache, OneCopyRadixCache):
+            check_rows(self.allocator, [node for _, node in walk(self.cache)], own)
         if isinstance(self.cache, ChunkRadixCache):
             check_integrity(self.cache)
 

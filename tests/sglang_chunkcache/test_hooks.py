@@ -13,16 +13,24 @@ import pytest
 
 pytest.importorskip("sglang")
 
+import torch
 from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
 from sglang.srt.managers.schedule_policy import AddReqResult
+from sglang.srt.managers.scheduler_components.pool_stats_observer import PoolStats
+from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.srt.plugins.hook_registry import HookRegistry
 
 from sglang_chunkcache import config, hooks, launch_server, start_steps
+from sglang_chunkcache.attention.slot_map import MappedPool, SlotMap
 from sglang_chunkcache.config import ChunkCacheConfig
+from sglang_chunkcache.cpu.one_copy import VirtualAllocator
 from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.guard.lethal import Guard, Limits
 from sglang_chunkcache.front.metrics import Metrics
 from sglang_chunkcache.front.misplaced import Misplaced
+from tests.reference.one_copy import CountingVirtual
+from tests.reference.scheduler import Scheduler
+from tests.reference.scheduler import config as scheduler_config
 
 MANAGER = SimpleNamespace()
 METRICS = Metrics(prometheus=False)
@@ -73,8 +81,10 @@ def test_missing_hooks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     every = {*in_rank, hooks.GENERATE_REQUEST, hooks.DECIDE_AUTH}
     waits = {hooks.ADD_TO_BATCH}
     fused = {"reuse": "fused", "host_mib": 0}
+    maps = {hooks.BUILD_ALLOCATOR, hooks.CHECK_POOL}
     for knobs, is_main, missing in (
         (fused, True, every | waits),
+        ({**fused, "one_copy": "on"}, True, every | waits | maps),
         ({}, True, every),
         ({"host_mib": 0}, False, in_rank),
         ({"tree": "stock"}, False, {hooks.GET_INTERNAL_STATE}),
@@ -105,6 +115,29 @@ def test_loading_is_shown_of_the_first_rank(
 
     assert hooks._tell_loading(load, SimpleNamespace(**ranks)) == "loaded"
     assert (start_steps.WEIGHTS in told[0]) == (rank is None)
+
+
+def test_sglang_counts_slots_where_rows_are_shared() -> None:
+    """Its allocator is replaced, and its check adds up to what it expects."""
+    pool = CountingVirtual.of(20, 60)._kvcache
+    stock = TokenToKVPoolAllocator(20, torch.float32, "cpu", pool, False)
+    assert hooks._virtual_slots(stock) is stock, "the pool has no virtual slots"
+    pool = Mapped()
+    stock = TokenToKVPoolAllocator(20, torch.float32, "cpu", pool, False)
+    made = hooks._virtual_slots(stock)
+    assert (type(made), made.size, made.available_size()) == (VirtualAllocator, 20, 20)
+
+    scheduler = Scheduler(20, scheduler_config(), allocator=CountingVirtual.of(20, 60))
+    own, at = scheduler.allocator.alloc(12), torch.arange(12)
+    scheduler.allocator.slot_map.share(scheduler.allocator.take(12), own, old=at, new=at)
+    checker = SimpleNamespace(tree_cache=scheduler.cache)
+    stats = PoolStats(12, 0.6, scheduler.allocator.available_size(), 0)
+    told = hooks._add_up_slots(lambda _, counted, uncached: (counted, uncached), checker, stats, 24)
+    assert told[0].full_available_size + told[0].full_evictable_size + told[1] == 20
+
+
+class Mapped(MappedPool):
+    slot_map = SlotMap(20, 60)
 
 
 def test_arrival_and_update_are_told_to_our_cache(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,7 @@ CROWD = [
     *("--max-running-requests", "256"),
 ]
 """With 256 clients some dozens run, and the others wait."""
+ONE_COPY = ["--chunkcache-one-copy", "on"]
 TIERS = [
     *(*mixed_load.TIGHT, "--chunkcache-host-mib", "1", "--chunkcache-store-mib", "1"),
     *("--chunkcache-store-chunks", "1000", "--chunkcache-store-codec", "int4"),
@@ -40,10 +41,12 @@ TIERS = [
         (mixed_load.TIGHT, mixed_load.TIGHT_POOL_TOKENS, 500, 8, {}),
         (mixed_load.TIGHT, mixed_load.TIGHT_POOL_TOKENS, 200, 8, RETRACT),
         (TIERS, mixed_load.TIGHT_POOL_TOKENS, 250, 8, {}),
+        ([*TIERS, *ONE_COPY], mixed_load.TIGHT_POOL_TOKENS, 250, 8, {}),
+        ([*mixed_load.TIGHT, *ONE_COPY], mixed_load.TIGHT_POOL_TOKENS, 200, 8, RETRACT),
         (BATCHES, mixed_load.POOL_TOKENS, 250, 8, {}),
         (CROWD, CROWD_POOL_TOKENS, 600, 256, {}),
     ],
-    ids=["roomy", "tight", "retract", "tiers", "batches", "crowd"],
+    ids=["roomy", "tight", "retract", "tiers", "one_copy", "one_copy_retract", "batches", "crowd"],
 )
 def test_mixed_load(
     tmp_path: Path,

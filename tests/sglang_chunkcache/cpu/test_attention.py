@@ -87,5 +87,5 @@ def test_registry_has_ours_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks, "register_hooks", lambda *args, **kwargs: None)
     plugin.register()
     monkeypatch.setattr(cpu_backend, "UnpaddedAttention", lambda runner: runner)
-    runner = SimpleNamespace(use_mla_backend=False)
+    runner = SimpleNamespace(use_mla_backend=False, token_to_kv_pool=None)
     assert attention_registry.ATTENTION_BACKENDS["torch_native"](runner) is runner

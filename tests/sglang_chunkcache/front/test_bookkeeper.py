@@ -271,7 +271,7 @@ def test_report_becomes_the_answer() -> None:
     moved = {"chunk": "a", "from": "host", "variant_prefix": 2, "overlap": 1, "cfo": 0.5}
     gap = {"chunk": "b", "from": "gap", "variant_prefix": 0, "overlap": 0, "cfo": None}
     policy = {"mode": "fused", "selector": "critical", "ratio": 0.15, "quality": None}
-    outcome = {"focused": ["a"], "fused_hit": 0, "gap": 11, "selected_by": "first"}
+    outcome = {"focused": ["a"], "fused_hit": 0, "gap": 11, "selected_by": "first", "shared": 0}
     assert answer["reuse"] == {
         **policy,
         **outcome,

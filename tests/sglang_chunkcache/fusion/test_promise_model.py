@@ -63,6 +63,7 @@ SERVERS = st.fixed_dictionaries(
         "prefill_budget": st.sampled_from([8, 16, 30]),
         "is_chunked": st.sampled_from([True, True, False]),
         "host_slots": st.sampled_from([0, 20, 200]),
+        "one_copy": st.sampled_from(["off", "on"]),
     }
 )
 
@@ -120,6 +121,7 @@ class FuserMachine(RuleBasedStateMachine):
             store_variants=store_variants,
             store_codec=store_codec,
             window_requests=4,
+            one_copy=server.pop("one_copy"),
         )
         self.scheduler = FusedScheduler(config=knobs, store_bytes=store_bytes, **server)
         if server["host_slots"]:  # a load is worth it for more tokens than that
@@ -253,9 +255,11 @@ class FuserMachine(RuleBasedStateMachine):
         self._run()
         self.scheduler.forward()
 
+    @precondition(lambda self: self.scheduler.fusion_pass.sharing is None)
     @rule()
     def fail(self) -> None:
-        """The next pass does, and computes everything it may."""
+        """The next pass does, and computes everything it may. With one copy of a chunk there may be
+        no rows for that."""
         self.scheduler.fusion_pass.fails = True
 
     @precondition(lambda self: not self.live)
