@@ -261,7 +261,7 @@ class Engine:
 
     async def _prefetch(self, asked: ExplainRequest) -> None:
         try:
-            await self._ask(Asked(prefetch=asked))
+            await self._send(Asked(prefetch=asked))  # nobody waits for it
         except Exception as error:  # the request itself loads what it needs
             self._warn_once("chunk cache: a prefetch failed (further ones may): %s", error)
 
@@ -304,14 +304,16 @@ class Engine:
 
     async def _ask(self, asked: Asked) -> list[RankState]:
         """The answers of all ranks that run with the chunk cache, by rank."""
+        answers = await self._answered(partial(self._send, asked), math.inf)
+        states = [answer.internal_state.get(STATE_KEY) for answer in answers]
+        return _decoded(state for state in states if state)
+
+    async def _send(self, asked: Asked) -> list[Any]:
         self._manager.auto_create_handle_loop()
         # SGLang's one way to a scheduler outside of serving; `rid` is the only field of this
         # request that carries text.
         question = GetInternalStateReq(rid=encode(asked))
-        ask = partial(self._manager.get_internal_state_communicator, question)
-        answers = await self._answered(ask, math.inf)
-        states = [answer.internal_state.get(STATE_KEY) for answer in answers]
-        return _decoded(state for state in states if state)
+        return await self._manager.get_internal_state_communicator(question)  # type: ignore[no-any-return]
 
     async def _answered(self, ask: Callable[[], Awaitable[Any]], limit_s: float) -> Any:
         """What the ranks answer. SGLang's own waiting has no end, and would hold up the server's.
