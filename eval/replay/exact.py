@@ -301,8 +301,10 @@ class Replay:
         """Tokens of a held chain in pages, of which some may be copied."""
         if self._settings.padded:
             return _tokens(chunks)
+        if not self._settings.copies_rests:
+            return num_slots
         behind = list(self._held(chunks, namespace)[-1].child_nodes())
-        while behind and self._settings.copies_rests:
+        while behind:
             node = behind.pop()
             if node.tier(_RANK) is not Tier.DEVICE:
                 continue

@@ -45,9 +45,11 @@ class PageRests:
     def of(self, node: TreeNode, up_to: int) -> Tensor | None:
         """The slots of what the pages down to this node lack of its chunks, at most up to this
         token. None: it is no chunk, ends with a page, or nothing that follows has a page of KV."""
+        if not self._is_on or facts(node).chunk is None:
+            return None
         end = sum(each.key.num_tokens for each in up_from(node))
         border = end - end % self._tree.page_size
-        while self._is_on and facts(node).chunk is not None and min(end, up_to) > border:
+        while facts(node).chunk is not None and min(end, up_to) > border:
             for slots in self._behind(node):
                 return slots[: min(end, up_to) - border]
             if len(node.value):

@@ -28,6 +28,8 @@ class PagedRadixCache(ChunkRadixCache):
     """Of one rank. SGLang's own walks end where a key has no slots left: these go on through
     chunks that are shorter than a page."""
 
+    needs_forward = True
+
     def __init__(self, *args: Any) -> None:
         """As its base."""
         super().__init__(*args)
@@ -50,8 +52,6 @@ class PagedRadixCache(ChunkRadixCache):
         if slots is not None:
             params.req.host_hit_length = 0  # SGLang would count it as of host memory
         return compat.loaded(self, slots, params.best_match_node)
-
-    needs_forward = True
 
     @contextmanager
     def around_forward(self, batch: ScheduleBatch) -> Iterator[None]:
