@@ -168,6 +168,7 @@ TASKS: Mapping[str, Task] = {
         "lmcache", "LMCache's workload: questions with their passages; --data FILE"
     ),
     "long-doc-permutator": Task("lmcache", "LMCache's workload: documents in many orders"),
+    "recurring": Task("recurring", "8 of 60 chunks, again and again in any order; no data"),
     "sharegpt": Task("sharegpt", "conversations in ShareGPT's format; --data FILE"),
     "trace": Task(
         "trace", "your own trace, in `replay`'s format; text of random words; --data FILE"

@@ -285,6 +285,21 @@ def test_world_needs_nothing_and_answers_are_in_the_chunks() -> None:
         assert any(answer in texts[request.gold_ids[0]] for answer in request.answers)
 
 
+def test_recurring_chunks_come_in_orders_of_their_own() -> None:
+    asked = requests("--task", "recurring", "--requests", "40")
+    assert asked == requests("--task", "recurring", "--requests", "40")
+    assert asked != requests("--task", "recurring", "--requests", "40", "--seed", "1")
+    lists = [tuple(chunk.id for chunk in request.chunks) for request in asked]
+    assert {len(set(names)) for names in lists} == {8}
+    assert len(set(lists)) == len({request.question for request in asked}) == 40
+    texts = {chunk.id: chunk.text for request in asked for chunk in request.chunks}
+    assert len(texts) <= 60
+    assert all(texts[c.id] == c.text for request in asked for c in request.chunks)
+    assert {len(text.split()) for text in texts.values()} == {300}
+    counts = [sum(name in names for names in lists) for name in texts]
+    assert max(counts) >= 4 * min(counts), "few are popular"
+
+
 def test_world_of_another_seed_is_another() -> None:
     assert requests("--seed", "1", "--requests", "5") != requests("--seed", "2", "--requests", "5")
 
@@ -300,6 +315,8 @@ def test_world_of_another_seed_is_another() -> None:
         ("--scale 0", "--scale must be at least 1, got 0"),
         ("--k 40", "--k 40 is too much for task world"),
         ("--data x", "neither --data nor --hub"),
+        ("--task recurring --hub", "neither --data nor --hub"),
+        ("--task recurring --k 61", "there are 60 chunks"),
         ("--task squad", "task squad needs --data DIR"),
         ("--task squad --data x --hub", "do not go together"),
         ("--task squad --data nowhere", "nowhere has no folder squad/"),
