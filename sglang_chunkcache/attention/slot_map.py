@@ -166,7 +166,8 @@ class SlotMap:
         return reserved - from_reserve
 
     def unmap(self, slots: Tensor) -> None:
-        """These slots mean no row any more; rows that none means are free."""
+        """These slots mean no row any more; rows that none means are free. Some may mean none."""
+        slots = slots[self._row[slots] > 0]
         held = self._is_held[slots]
         for part, holders in ((slots[held], 1), (slots[~held], 0)):
             if len(part):

@@ -345,7 +345,8 @@ class Scheduler:
             found[0] = self._add(req, num_tokens)
             return True
 
-        self.cache.line.add(self._round, req, add, lambda: self.match(req))
+        with self.cache.joining(req):
+            self.cache.line.add(self._round, req, add, lambda: self.match(req))
         return found[0]
 
     def _add(self, req: FakeReq, num_tokens: int) -> int | None:
