@@ -18,6 +18,8 @@ class Metric:
     better: Literal["lower", "higher"]
 
 
+MIN_FOR_P99 = 1000
+"""Values; fewer tell of the largest one."""
 MIN_BLOCKS = 8
 """With fewer blocks single values are resampled;
 with fewer values or blocks an interval is too narrow for a verdict."""

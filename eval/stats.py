@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
-from eval.metrics import MIN_BLOCKS
+from eval.metrics import MIN_BLOCKS, MIN_FOR_P99
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
@@ -46,7 +46,8 @@ def summary(
     of_median: bool = False,
     draws: int = 2000,
 ) -> dict[str, float]:
-    """Mean, p50, p90, p99, and the 95% interval of the mean or the median (`low`, `high`).
+    """Mean, p50, p90, from `MIN_FOR_P99` values on p99, and the 95% interval of the mean or the
+    median (`low`, `high`).
 
     Args:
         blocks: the block of each value; whole blocks are resampled if there are at least 8.
@@ -63,7 +64,7 @@ def summary(
         "mean": math.fsum(values) / len(values),
         "p50": p50,
         "p90": p90,
-        "p99": p99,
+        **({"p99": p99} if len(values) >= MIN_FOR_P99 else {}),
         "low": low,
         "high": high,
     }

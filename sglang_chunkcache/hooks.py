@@ -191,8 +191,7 @@ def _add_or_wait(add: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> A
         return stock()
     from sglang.srt.managers.schedule_policy import AddReqResult
 
-    with cache.joining(req):
-        result = cache.line.add(adder, req, stock, partial(req.init_next_round_input, cache))
+    result = cache.line.add(adder, req, stock, partial(req.init_next_round_input, cache))
     # For NO_TOKEN SGLang takes the running batch for full: where nothing runs, since copies alone
     # hold the slots, 0.5.21 would do so for ever.
     if result is AddReqResult.NO_TOKEN and cache.line.is_idle:

@@ -35,6 +35,10 @@ BENCHES = {
         "eval.bench.preprocess",
         "chunks a second into the store, by requests in flight",
     ),
+    "together": (
+        "eval.bench.together",
+        "what fused requests compute that come at once, with room for all and without",
+    ),
     "relocate": ("eval.bench.relocate", "rate of moving KV against the device's copy rate"),
     "attention": (
         "eval.bench.attention.command",

@@ -34,6 +34,7 @@ class Cached:
     """Of the prompt's pieces, in order."""
     log_probs: Tensor
     """[vocab_size] float32: of the token after the prompt."""
+    token_ids: list[int]
 
     @property
     def num_tokens(self) -> int:
@@ -60,9 +61,9 @@ class ModelKv:
     def cached(self, pieces: Sequence[str]) -> Cached:
         """Compute a prompt of these pieces, each tokenised apart."""
         encoded = [self._tokenizer.encode(piece, add_special_tokens=False) for piece in pieces]
-        ends = list(accumulate(map(len, encoded)))
+        ends, token_ids = list(accumulate(map(len, encoded))), [*chain.from_iterable(encoded)]
         self._queries = []
-        found = self._model(torch.tensor([[*chain.from_iterable(encoded)]]), use_cache=True)
+        found = self._model(torch.tensor([token_ids]), use_cache=True)
         layers = found.past_key_values.layers
         keys, values = (
             [getattr(each, side)[0].transpose(0, 1).contiguous() for each in layers]
@@ -72,7 +73,7 @@ class ModelKv:
             list(zip([0, *ends], ends, strict=False)),
             found.logits[0, -1].float().log_softmax(-1),
         )
-        return Cached(Pool(keys, values), self._rotated(self._queries), spans, last)
+        return Cached(Pool(keys, values), self._rotated(self._queries), spans, last, token_ids)
 
     def stored(self, cached: Cached, span: tuple[int, int]) -> tuple[Tensor, Tensor]:
         """Keys, un-rotated, and values of a piece:

@@ -3,12 +3,14 @@ several prompts whole.
 
     CFF   over "chunks"   units are a prompt's chunks                 each prompt alone
     BFF   over "batch"    units are the prompts of a batch
+          over "private"  units are what the tree does not share of them
 
     head | A: block block tail | B: block block | question   what is between the blocks stays as it
                                                              is
 
 That is how the paper measured accuracy (6.1 to 6.3). No memory is freed: each block gets the shared
-direction at its own norm. Keys are compared as they are cached, rotated, as in the paper.
+direction at its own norm, or at the shared block's, as where it measured memory (6.4). Keys are
+compared as they are cached, rotated, as in the paper.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -37,6 +41,8 @@ class Target:
     """Cosine similarity, of every layer."""
     ratio: float | None = None
     """Blocks before over after, in all layers together."""
+    rescaled: bool = True
+    """Each block keeps its norm. False: one row serves all tokens that share it."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +91,24 @@ def _copied(pool: Pool) -> Pool:
 def _units(prompts: Sequence[Cached], block: int, over: str) -> list[Unit]:
     """Those with a block, by length (remark 4.1)."""
     found: list[Unit] = []
-    for each in prompts:
+    for number, each in enumerate(prompts):
         # The first piece is the head and the last one the question: neither is a chunk.
-        for start, end in [(0, each.num_tokens)] if over == "batch" else each.spans[1:-1]:
+        spans = each.spans[1:-1]
+        if over != "chunks":
+            shared = map(partial(_num_equal, each), prompts[:number] if over == "private" else ())
+            spans = [(max(shared, default=0), each.num_tokens)]
+        for start, end in spans:
             found.append((each, slice(start, end - (end - start) % block)))
     return sorted(
         (unit for unit in found if unit[1].stop > unit[1].start),
         key=lambda unit: unit[1].stop - unit[1].start,
     )
+
+
+def _num_equal(one: Cached, other: Cached) -> int:
+    """Tokens of the prefix that both have."""
+    pairs = zip(one.token_ids, other.token_ids, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _num_blocks(units: Sequence[Unit], block: int) -> list[int]:
@@ -122,6 +138,9 @@ def _fuse_layer(units: Sequence[Unit], layer: int, target: Target, threshold: fl
         return sum(_num_blocks(units, target.block))
     lens = [part.stop - part.start for _, part in units]
     fused = encode(*_read(units, layer), lens, block_size=target.block, threshold=threshold)
+    if not target.rescaled:
+        ones = torch.ones_like(fused.key_scales)
+        fused = replace(fused, key_scales=ones, value_scales=ones)
     keys, values = (torch.split(side, lens) for side in decode(fused))
     for (prompt, part), unit_keys, unit_values in zip(units, keys, values, strict=True):
         prompt.pool.k_buffer[layer][part], prompt.pool.v_buffer[layer][part] = (

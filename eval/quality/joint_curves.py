@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from eval.joint.kv import Cached, ModelKv
 
 JOINT = "joint"
-OVERS = ("chunks", "batch")
+OVERS = ("chunks", "batch", "private")
+KEPT, SHARED = NORMS = ("kept", "shared")
 SHOWN = ("same", "kl", "kl_max", "em", "f1")
 
 
@@ -64,7 +65,7 @@ class JointCurves(Mode):
         self.cases = world_cases(args) if args.task == "world" else list(data_cases(args))
         if not self.cases:
             raise CommandError(f"--task {args.task}: no request has {args.k or 2} chunks")
-        self.cells = make_cells(args.over, args.blocks, args.thresholds, args.ratios, args.batch)
+        self.cells = make_cells(args)
         # The hooks of `ModelKv` append to one list: two threads would mix their queries.
         self._lock = Lock()
         self._model: ModelKv | None = None
@@ -75,7 +76,7 @@ class JointCurves(Mode):
     @staticmethod
     def add_options(parser: argparse.ArgumentParser) -> None:
         """What is compared with what, and when it fuses."""
-        parser.add_argument("--over", nargs="+", choices=OVERS, default=list(OVERS))
+        parser.add_argument("--over", nargs="+", choices=OVERS, default=list(OVERS[:2]))
         parser.add_argument(
             "--blocks", nargs="+", type=int, default=[4, 16], metavar="N", help="tokens of a block"
         )
@@ -83,7 +84,9 @@ class JointCurves(Mode):
             "--thresholds", nargs="*", type=float, default=[0.5, 0.7, 0.8, 0.9, 0.95]
         )
         parser.add_argument("--ratios", nargs="*", type=float, default=[1.25, 1.5, 2.0])
-        text = "prompts whose blocks are compared, for batch"
+        text = "each block keeps its norm, or has that of the row that it shares; default: kept"
+        parser.add_argument("--norms", nargs="+", choices=NORMS, default=[KEPT], help=text)
+        text = "prompts whose blocks are compared, for batch and private"
         parser.add_argument("--batch", nargs="+", type=int, default=[8], metavar="N", help=text)
         text = (
             "of the world, --requests of each kind and world (default: linked); see"
@@ -125,7 +128,12 @@ class JointCurves(Mode):
                 gold = self.scorer.gold(answer.text, case.request)
                 yield self.sample(FULL_PREFILL, case.request, answer, gold, cell=_kind(case))
             for setting in self.cells:
-                target = Target(setting["block"], setting.get("threshold"), setting.get("ratio"))
+                target = Target(
+                    setting["block"],
+                    setting.get("threshold"),
+                    setting.get("ratio"),
+                    rescaled="norms" not in setting,
+                )
                 size = setting.get("batch", 1)
                 for at in range(0, len(cases), size):
                     fused = fuse(prompts[at : at + size], target, setting["over"])
@@ -211,23 +219,22 @@ class JointCurves(Mode):
         }
 
 
-def make_cells(
-    overs: Sequence[str],
-    blocks: Sequence[int],
-    thresholds: Sequence[float],
-    ratios: Sequence[float],
-    batches: Sequence[int],
-) -> list[dict[str, Any]]:
-    """How blocks are fused, and of `batch` those of how many prompts at once."""
-    targets = [*({"threshold": each} for each in thresholds), *({"ratio": each} for each in ratios)]
-    sizes: dict[str, list[dict[str, int]]] = {
-        "chunks": [{}],
-        "batch": [{"batch": size} for size in batches],
-    }
-    settings = [{"over": over, **size} for over in overs for size in sizes[over]]
+def make_cells(args: argparse.Namespace) -> list[dict[str, Any]]:
+    """How blocks are fused, and where not over chunks, those of how many prompts at once."""
+    targets = [
+        *({"threshold": each} for each in args.thresholds),
+        *({"ratio": each} for each in args.ratios),
+    ]
+    settings = [
+        {"over": over, **size}
+        for over in args.over
+        for size in ([{}] if over == "chunks" else [{"batch": each} for each in args.batch])
+    ]
+    # The default is not named: keys of samples, and cells, as of older records.
+    norms = [{} if each == KEPT else {"norms": each} for each in args.norms]
     return [
-        {**setting, "block": block, **target}
-        for setting, block, target in product(settings, blocks, targets)
+        {**setting, "block": block, **target, **norm}
+        for setting, block, target, norm in product(settings, args.blocks, targets, norms)
     ]
 
 

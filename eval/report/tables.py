@@ -120,7 +120,7 @@ def quantiles_table(run: Recorded) -> Table:
             **_settings(one["cell"], keys),
             "mean": found["mean"],
         }
-        | {"median": found["p50"], "p90": found["p90"], "p99": found["p99"]}
+        | {"median": found["p50"], "p90": found["p90"], "p99": found.get("p99")}
         for name in metric_names(run.cells)
         # `packed` keeps no quantiles of other metrics.
         if is_time(name)

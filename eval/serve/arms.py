@@ -185,6 +185,7 @@ ARMS = {
         _fused(
             "fused-unaudited", "the same with no answer compared with an exact prefill", *UNAUDITED
         ),
+        _fused("fused-one-copy", "ours with one copy of a chunk", "--chunkcache-one-copy", "on"),
         _paper("cacheblend", "CacheBlend: 15% by KV deviation", *NO_PASS_LIMIT, **CACHEBLEND),
         _paper(
             "craft+cacheblend",

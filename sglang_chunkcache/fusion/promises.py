@@ -110,11 +110,6 @@ class Promises:
         known.moved = frozenset(start for start, _ in moved)
         return slots
 
-    def num_spared(self, req: Req) -> int:
-        """Tokens of its plan that will take no row of their own."""
-        plan, sharing = outcome_of(req).plan, self._fusion_pass.sharing
-        return sharing.num_spared(plan) if sharing is not None and req.host_hit_length else 0
-
     def fill(self, batch: ScheduleBatch) -> torch.Tensor | None:
         """Returns [n, hidden_size], what the batch's forward would compute, if the pass has."""
         if not self._pending:

@@ -40,11 +40,7 @@ class Sharing:
 
     def num_rows(self, plan: ReusePlan) -> int:
         """That a promise takes, with those that it reserves."""
-        return plan.end - plan.start - self.num_spared(plan)
-
-    def num_spared(self, plan: ReusePlan) -> int:
-        """Its tokens that take no row of their own."""
-        return _num_shared(plan) - _num_expected(plan)
+        return plan.end - plan.start - _num_shared(plan) + _num_expected(plan)
 
     def share(self, move: Move) -> None:
         """Rows for its slots, which have none; `num_rows` are free."""

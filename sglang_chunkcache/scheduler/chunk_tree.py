@@ -17,7 +17,6 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,7 +38,6 @@ from sglang_chunkcache.wire.events import Evicted, Inserted, Moved
 from sglang_chunkcache.wire.spans import RequestSpans
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 MAX_UNREAD_EVENTS = 65_536
@@ -73,10 +71,6 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
     def num_idle(self) -> int:
         """Slots that are free or evictable."""
         return int(self.token_to_kv_pool_allocator.available_size() + self.evictable_size())
-
-    def joining(self, req: Req) -> AbstractContextManager[None]:
-        """While SGLang looks whether the request fits."""
-        return nullcontext()
 
     def num_missing(self, num_slots: int, num_rows: int) -> int:
         """How many are neither free nor evictable; below 1: all can be had. Slots have their own

@@ -10,11 +10,10 @@ means it, so what is evicted may free fewer than it has: eviction goes on until 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, InitLoadBackParams
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from sglang_chunkcache.attention.slot_map import SlotMap
@@ -22,7 +21,6 @@ from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.node import joined, up_from
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import Req
     from torch import Tensor
 
 
@@ -33,33 +31,14 @@ class OneCopyRadixCache(ChunkRadixCache):
     def _slot_map(self) -> SlotMap:
         return self.token_to_kv_pool_allocator.slot_map  # type: ignore[no-any-return]
 
-    _joining: Req | None = None
-    """That SGLang looks for room for."""
-
     def evictable_size(self) -> int:
         """Tokens more that fit once all that is not in use is evicted."""
-        num_slots, num_rows = self._idle()
-        # SGLang asks for as many as the request has tokens, whatever it shares
-        if self._joining is not None:
-            num_rows += self.tiers.fuser.promises.num_spared(self._joining)
-        return min(num_slots, num_rows) - int(self.token_to_kv_pool_allocator.available_size())
-
-    @contextmanager
-    def joining(self, req: Req) -> Iterator[None]:
-        self._joining = req
-        try:
-            yield
-        finally:
-            self._joining = None
-
-    def init_load_back(self, params: InitLoadBackParams) -> tuple[Any, TreeNode] | None:
-        self._joining = None  # from here on it has its rows, or takes one for each token
-        return super().init_load_back(params)
+        return min(self._idle()) - int(self.token_to_kv_pool_allocator.available_size())
 
     def in_slots(self, stats: Any) -> Any:
         """SGLang's figures of the pool, as if each slot in use had a row."""
-        num_slots, num_rows = self._slot_map.num_mapped, self._slot_map.num_rows
-        counted = {"full_available_size": num_rows - num_slots}
+        num_slots = self._slot_map.num_slots - self.token_to_kv_pool_allocator.num_free_slots
+        counted = {"full_available_size": self._slot_map.num_rows - num_slots}
         return dataclasses.replace(stats, **counted, full_evictable_size=self.evictable_size_)
 
     def num_missing(self, num_slots: int, num_rows: int) -> int:

@@ -88,6 +88,36 @@ def test_whole_blocks_of_units_change_alone(over: str) -> None:
     assert max(fused.shared) < num_blocks
 
 
+def test_what_the_tree_shares_is_no_unit() -> None:
+    """Two prompts with the same first chunk: fusing what is equal would count as a saving."""
+    texts = [passage.text for passage in World(5).passages[:4]]
+    asked = (texts[:2], [texts[0], texts[2]], texts[:2])
+    built = [turn_pieces(chosen, "Who?", opens=True) for chosen in asked]
+    prompts = [model().cached([head, *pieces, tail]) for head, pieces, tail in built]
+    first, second, again = prompts
+    pairs = zip(first.token_ids, second.token_ids, strict=False)
+    shared = next(at for at, (mine, theirs) in enumerate(pairs) if mine != theirs)
+    assert shared >= second.spans[2][0], "the head and a chunk"
+    after = fuse(prompts, Target(4, threshold=ALL), "private")
+    own = second.num_tokens - shared
+    assert after.blocks == first.num_tokens // 4 + own // 4
+    for layer in range(4):
+        assert not any(changed(after.prompts[1], second, layer)[:shared])
+        assert not any(changed(after.prompts[2], again, layer))
+        assert any(changed(after.prompts[1], second, layer))
+
+
+def test_without_rescaling_tokens_that_share_a_block_have_one_row() -> None:
+    for rescaled in (True, False):
+        target = Target(4, threshold=ALL, rescaled=rescaled)
+        fused = fuse([prompt(0), prompt(1)], target, "batch")
+        for layer, num_shared in enumerate(fused.shared):
+            sides = [each.pool.k_buffer[layer] for each in fused.prompts]
+            blocks = torch.cat([each[: len(each) // 4 * 4] for each in sides])
+            num_distinct = len(blocks.view(fused.blocks, -1).unique(dim=0))
+            assert num_distinct > num_shared if rescaled else num_distinct == num_shared
+
+
 def test_what_is_not_fused_stays_bit_by_bit() -> None:
     """At a threshold of 1, and where there is one unit alone."""
     none = Target(4, threshold=NONE), Target(4, ratio=2)

@@ -68,6 +68,11 @@ def test_draws_in_batches_say_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
         assert whole[end] != batched[end] == pytest.approx(whole[end], rel=0.02)
 
 
+def test_p99_is_of_a_thousand_values() -> None:
+    assert "p99" not in summary([1.0] * 999)
+    assert summary([1.0] * 980 + [2.0] * 20)["p99"] == 2
+
+
 def test_no_values_have_no_interval() -> None:
     """A mean of nothing is no figure."""
     with pytest.raises(ValueError, match="no values"):

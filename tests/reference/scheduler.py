@@ -345,8 +345,7 @@ class Scheduler:
             found[0] = self._add(req, num_tokens)
             return True
 
-        with self.cache.joining(req):
-            self.cache.line.add(self._round, req, add, lambda: self.match(req))
+        self.cache.line.add(self._round, req, add, lambda: self.match(req))
         return found[0]
 
     def _add(self, req: FakeReq, num_tokens: int) -> int | None:

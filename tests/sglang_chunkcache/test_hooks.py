@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -162,8 +161,7 @@ def test_request_that_is_put_off_blocks_nobody(
     monkeypatch.setattr(hooks, "_ours", lambda cache: cache)
     answer: Any = None
     line = SimpleNamespace(add=lambda adder, req, add, match: answer and add(), is_idle=is_idle)
-    tree = SimpleNamespace(line=line, joining=lambda req: nullcontext())
-    adder = SimpleNamespace(tree_cache=tree)
+    adder = SimpleNamespace(tree_cache=SimpleNamespace(line=line))
     req = SimpleNamespace(init_next_round_input=print)
 
     def told(said: Any) -> Any:

@@ -8,7 +8,7 @@ one too early or forgets to write one.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +29,7 @@ from sglang_chunkcache.fusion import choosing, moving, selectors
 from sglang_chunkcache.fusion import fill as fusion_pass
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.measure import question_evidence
+from sglang_chunkcache.fusion.recompute import run_extend
 from sglang_chunkcache.fusion.relocate import copy_moved
 from sglang_chunkcache.fusion.selectors import focus
 from sglang_chunkcache.scheduler import codec_pool
@@ -297,13 +298,42 @@ def test_a_pass_without_a_plan_is_masked(scene: Scene, caplog: pytest.LogCapture
     assert caplog.text.count("no plan for sparse attention") == 1
 
 
-def test_a_sparse_layer_that_fails_computes_everything(scene: Scene) -> None:
-    """Some layers hold new K/V, so all of the region is computed again."""
-    failing = scene.sparse_pass("run")
-    move = scene.run(asked("first", 0.3), failing)
-    scene.assert_prefilled(move)
-    assert move.fallbacks == ["pass_failed"]
-    assert failing.stats()["attention"]["fallbacks"] == 0
+@pytest.mark.parametrize("kind", ["masked", "sparse"])
+def test_whichever_layer_fails_the_pool_is_as_after_a_prefill(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Some layers hold new K/V, so all of the region is computed again: bit for bit what SGLang
+    computes there, and nothing anywhere else."""
+    pool = scene.runner.token_to_kv_pool
+    buffers = (*pool.k_buffer, *pool.v_buffer)
+    for broken in range(pool.layer_num):
+        move = scene.move(asked("first", 0.3))
+        start, region = move.plan.start, move.slots[move.plan.start :]
+        before = [each.clone() for each in buffers]
+        failing = scene.sparse_pass() if kind == "sparse" else scene.fusion_pass
+        with monkeypatch.context() as patch:
+            patch.setattr(pool, "set_kv_buffer", failing_once(pool.set_kv_buffer, broken))
+            failing.run([move])
+        assert move.fallbacks == ["pass_failed"]
+        after = [each.clone() for each in buffers]
+        spoil(scene.runner, region)
+        run_extend(scene.runner, move.row_index(), move.token_ids, start, move.plan.end)
+        for mine, expected, old in zip(after, buffers, before, strict=True):
+            same = {"rtol": 0, "atol": 0, "equal_nan": True}
+            torch.testing.assert_close(mine, expected, **same)
+            mine[region] = old[region] = 0
+            torch.testing.assert_close(mine, old, **same)
+
+
+def failing_once(write: Callable[..., None], broken: int) -> Callable[..., None]:
+    layers = iter([broken])
+
+    def fail_or_write(layer: Any, *args: Any, **kwargs: Any) -> None:
+        if layer.layer_id == broken and next(layers, None) is not None:
+            raise RuntimeError("launch failed")
+        write(layer, *args, **kwargs)
+
+    return fail_or_write
 
 
 def test_an_unknown_tier_computes_everything(scene: Scene) -> None:

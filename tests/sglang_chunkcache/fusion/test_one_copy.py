@@ -178,27 +178,6 @@ def test_slots_whose_rows_cannot_be_had_are_given_back(
     assert (slot_map.violations(), after) == ([], before)
 
 
-def test_what_is_shared_needs_no_room_to_be_admitted(
-    runner: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """SGLang asks for as many slots as the request has tokens."""
-    scheduler = on_one_copy(runner, monkeypatch, num_rows=400)
-    running, moved = rag(*CHUNKS[:5]), rag(*CHUNKS[4::-1], fusion=FIRST)
-    assert scheduler.add(running, 1000) is not None
-    scheduler.forward()
-    scheduler.sample(running, 70)
-    slot_map = scheduler.allocator.slot_map
-    assert len(moved.all_ids) > slot_map.num_free + slot_map.num_evictable
-    assert scheduler.add(moved, 1000) is not None
-    scheduler.forward()
-    scheduler.check([running, moved])
-    scheduler.sample(moved, 70)
-    assert report(moved).shared > 0.7 * len(moved.all_ids)
-    assert scheduler.cache.num_idle() == slot_map.num_free, "nothing is spared any more"
-    for req in (running, moved):
-        scheduler.release(req, is_insert=True)
-
-
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_loads_are_priced_whatever_rows_the_gate_has_used(
     codec: str, runner: Any, monkeypatch: pytest.MonkeyPatch
