@@ -18,7 +18,7 @@ import random
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
@@ -152,15 +152,15 @@ def main(argv: Sequence[str]) -> int:
             with ExitStack() as servers:
                 start = partial(_server, args, model)
                 first = servers.enter_context(start(ample)).url
-                arms: dict[str, Take] = {
-                    "one by one": lambda n, u=first, t=take: t(u, number=n, at_once=False),
-                    "at once": lambda n, u=first, t=take: t(u, number=n, at_once=True),
+                arms = {
+                    "one by one": _taker(take, first, at_once=False),
+                    "at once": _taker(take, first, at_once=True),
                 }
                 if count == CROWD:
                     second = servers.enter_context(start(tight)).url
                     arms = {
-                        "ample": arms["at once"],
-                        "tight": lambda n, u=second, t=take: t(u, number=n, at_once=True),
+                        "ample": _taker(take, first, at_once=True),
+                        "tight": _taker(take, second, at_once=True),
                     }
                 take_rounds(run, {"requests": count, "output": output}, arms, args.rounds)
     tell(run)
@@ -168,6 +168,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 # Private, in order of use
+
+
+def _taker(take: Callable[..., Sample], url: str, *, at_once: bool) -> Take:
+    return lambda number: take(url, number=number, at_once=at_once)
 
 
 def _body(found: Sequence[Mapping[str, str]], question: str, **more: Any) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def test_requests_come_after_each_chunk_alone(
         return {"chunkcache": {"fates": fates, "fallbacks": {"no_room": 1}}}
 
     monkeypatch.setattr(together, "post", post)
-    settings = {"count": 4, "common": 2, "output": 1, "at_once": at_once}
+    settings: dict[str, Any] = {"count": 4, "common": 2, "output": 1, "at_once": at_once}
     taken = measure("http://x", chunks(2), 1, **settings)
     assert asked == [1] * together.NUM_CHUNKS + [together.K] * 4
     assert inside[1] == (4 if at_once else 1)

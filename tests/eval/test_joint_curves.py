@@ -114,7 +114,7 @@ def test_without_rescaling_tokens_that_share_a_block_have_one_row() -> None:
         for layer, num_shared in enumerate(fused.shared):
             sides = [each.pool.k_buffer[layer] for each in fused.prompts]
             blocks = torch.cat([each[: len(each) // 4 * 4] for each in sides])
-            num_distinct = len(blocks.view(fused.blocks, -1).unique(dim=0))
+            num_distinct = len(torch.unique(blocks.view(fused.blocks, -1), dim=0))
             assert num_distinct > num_shared if rescaled else num_distinct == num_shared
 
 

@@ -319,7 +319,7 @@ def test_whichever_layer_fails_the_pool_is_as_after_a_prefill(
         spoil(scene.runner, region)
         run_extend(scene.runner, move.row_index(), move.token_ids, start, move.plan.end)
         for mine, expected, old in zip(after, buffers, before, strict=True):
-            same = {"rtol": 0, "atol": 0, "equal_nan": True}
+            same: Any = {"rtol": 0, "atol": 0, "equal_nan": True}
             torch.testing.assert_close(mine, expected, **same)
             mine[region] = old[region] = 0
             torch.testing.assert_close(mine, old, **same)
