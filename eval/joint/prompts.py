@@ -16,7 +16,7 @@ compared as they are cached, rotated, as in the paper.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -55,6 +55,9 @@ class Fused:
     """Of each layer."""
     shared: list[int]
     """Blocks that are left, of each layer."""
+    other: list[int]
+    """Blocks that joined one of another text, of each layer. Equal text needs no fusing: one copy
+    of a chunk serves it at any position."""
     ms: float
 
 
@@ -66,16 +69,16 @@ def fuse(prompts: Sequence[Cached], target: Target, over: str) -> Fused:
     made = [replace(each, pool=_copied(each.pool)) for each in prompts]
     units = _units(made, target.block, over)
     layers = range(len(made[0].pool.k_buffer))
-    shared = [sum(_num_blocks(units, target.block))] * len(layers)
+    num_blocks = sum(_num_blocks(units, target.block))
+    left = [(num_blocks, 0)] * len(layers)
     # Blocks of one unit are never compared, and `thresholds_for_ratio` needs two units.
     if len(units) > 1:
-        shared = [
+        left = [
             _fuse_layer(units, layer, target, u)
             for layer, u in zip(layers, _thresholds(units, target), strict=True)
         ]
-    return Fused(
-        made, sum(_num_blocks(units, target.block)), shared, 1000 * (time.perf_counter() - started)
-    )
+    shared, other = map(list, zip(*left, strict=True))
+    return Fused(made, num_blocks, shared, other, 1000 * (time.perf_counter() - started))
 
 
 # Private, in order of use
@@ -131,11 +134,14 @@ def _thresholds(units: Sequence[Unit], target: Target) -> list[float]:
     )
 
 
-def _fuse_layer(units: Sequence[Unit], layer: int, target: Target, threshold: float) -> int:
-    """Write what the blocks become. Returns how many are left."""
+def _fuse_layer(
+    units: Sequence[Unit], layer: int, target: Target, threshold: float
+) -> tuple[int, int]:
+    """Write what the blocks become. Returns how many are left, and how many of the others joined
+    another text."""
     # Nothing fuses: `encode` and `decode` would only copy the layer to and fro.
     if threshold >= NEVER:
-        return sum(_num_blocks(units, target.block))
+        return sum(_num_blocks(units, target.block)), 0
     lens = [part.stop - part.start for _, part in units]
     fused = encode(*_read(units, layer), lens, block_size=target.block, threshold=threshold)
     if not target.rescaled:
@@ -147,4 +153,12 @@ def _fuse_layer(units: Sequence[Unit], layer: int, target: Target, threshold: fl
             unit_keys,
             unit_values,
         )
-    return len(fused.keys)
+    texts = set(zip(fused.table.tolist(), _texts(units, target.block), strict=True))
+    return len(fused.keys), len(texts) - len(fused.keys)
+
+
+def _texts(units: Sequence[Unit], block: int) -> Iterator[tuple[int, ...]]:
+    """Token ids of each block."""
+    for prompt, part in units:
+        for at in range(part.start, part.stop, block):
+            yield tuple(prompt.token_ids[at : at + block])

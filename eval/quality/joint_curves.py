@@ -4,7 +4,9 @@ Fusion figures 4 and 5, table 1)
 No server: the model runs here. Every question is answered once with full prefill, then once per
 cell: its KV is encoded jointly after the prefill (eval/joint), the blocks of
 its chunks (CFF) or those of the prompts of its batch (BFF), by a threshold or a ratio, in blocks of
-some size. `compression` is blocks over shared blocks of all layers and answers.
+some size. `compression` is blocks over shared blocks of all layers and answers, `other_text` the
+same where only blocks of different texts count as shared: equal text needs no fusing to be kept
+once.
 
 NOTE: an answer's first token is computed before anything is fused, so `kl_first` is 0, and what an
 answer's only token says does not change. KL is the mean over all tokens, the first included.
@@ -141,6 +143,7 @@ class JointCurves(Mode):
                         "requests": len(fused.prompts),
                         "blocks": fused.blocks,
                         "shared": fused.shared,
+                        "other": fused.other,
                     }
                     # The batch's prompts end first: `cases` and `full` go on to the next batch.
                     for case, prompt, given in zip(
@@ -250,8 +253,10 @@ def fused_of(encoded: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     # The answers of one batch have its figures each, so each counts for its share of them.
     before = sum(len(each["shared"]) * each["blocks"] / each["requests"] for each in encoded)
     after = sum(sum(each["shared"]) / each["requests"] for each in encoded)
+    other = before - sum(sum(each["other"]) / each["requests"] for each in encoded)
     return {
         "compression": round(before / after, 4) if after else 1.0,
+        "other_text": round(before / other, 4) if other else 1.0,
         "encode_ms": round(sum(each["ms"] for each in encoded) / len(encoded), 3),
     }
 
@@ -261,7 +266,7 @@ def tables_of(cells: Sequence[Mapping[str, Any]]) -> list[Row]:
     rows = [
         {
             **cell["cell"],
-            **{name: cell[name] for name in ("compression", "encode_ms")},
+            **{name: cell[name] for name in ("compression", "other_text", "encode_ms")},
             **{
                 name: round(cell["metrics"][name]["mean"], 4)
                 for name in SHOWN

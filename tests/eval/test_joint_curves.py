@@ -107,6 +107,15 @@ def test_what_the_tree_shares_is_no_unit() -> None:
         assert any(changed(after.prompts[1], second, layer))
 
 
+def test_blocks_of_equal_text_need_no_fusing() -> None:
+    equal = fuse([prompt(0), prompt(0)], Target(4, threshold=0.999), "batch")
+    assert equal.shared == [equal.blocks // 2] * 4
+    assert equal.other == [0] * 4
+    everything = fuse([prompt(0), prompt(1)], Target(4, threshold=ALL), "batch")
+    for shared, other in zip(everything.shared, everything.other, strict=True):
+        assert 0 < other <= everything.blocks - shared
+
+
 def test_without_rescaling_tokens_that_share_a_block_have_one_row() -> None:
     for rescaled in (True, False):
         target = Target(4, threshold=ALL, rescaled=rescaled)
@@ -148,9 +157,10 @@ def test_answers_are_those_of_full_prefill_where_nothing_fuses() -> None:
 
 
 def test_compression_counts_each_block_once() -> None:
-    alone = {"requests": 1, "blocks": 8, "shared": [8, 8], "ms": 1.0}
-    both = {"requests": 2, "blocks": 16, "shared": [12, 8], "ms": 3.0}
-    assert fused_of([both, both]) == {"compression": 1.6, "encode_ms": 3.0}
+    alone = {"requests": 1, "blocks": 8, "shared": [8, 8], "other": [0, 0], "ms": 1.0}
+    both = {"requests": 2, "blocks": 16, "shared": [12, 8], "other": [0, 2], "ms": 3.0}
+    figures = {"compression": 1.6, "other_text": pytest.approx(32 / 30, abs=1e-4), "encode_ms": 3.0}
+    assert fused_of([both, both]) == figures
     assert fused_of([both, both, alone])["compression"] == pytest.approx(48 / 36, abs=1e-4)
     assert fused_of([]) == {}
 
