@@ -51,6 +51,8 @@ class Fused:
 
     prompts: list[Cached]
     """With KV of their own."""
+    tokens: int
+    """Of the prompts, also outside blocks, less what the tree shares where that is no unit."""
     blocks: int
     """Of each layer."""
     shared: list[int]
@@ -78,7 +80,12 @@ def fuse(prompts: Sequence[Cached], target: Target, over: str) -> Fused:
             for layer, u in zip(layers, _thresholds(units, target), strict=True)
         ]
     shared, other = map(list, zip(*left, strict=True))
-    return Fused(made, num_blocks, shared, other, 1000 * (time.perf_counter() - started))
+    num_tokens = sum(each.num_tokens for each in made)
+    if over == "private":
+        num_tokens -= sum(_num_shared(made[: n + 1]) for n in range(len(made)))
+    return Fused(
+        made, num_tokens, num_blocks, shared, other, 1000 * (time.perf_counter() - started)
+    )
 
 
 # Private, in order of use
@@ -98,14 +105,20 @@ def _units(prompts: Sequence[Cached], block: int, over: str) -> list[Unit]:
         # The first piece is the head and the last one the question: neither is a chunk.
         spans = each.spans[1:-1]
         if over != "chunks":
-            shared = map(partial(_num_equal, each), prompts[:number] if over == "private" else ())
-            spans = [(max(shared, default=0), each.num_tokens)]
+            start = _num_shared(prompts[: number + 1]) if over == "private" else 0
+            spans = [(start, each.num_tokens)]
         for start, end in spans:
             found.append((each, slice(start, end - (end - start) % block)))
     return sorted(
         (unit for unit in found if unit[1].stop > unit[1].start),
         key=lambda unit: unit[1].stop - unit[1].start,
     )
+
+
+def _num_shared(prompts: Sequence[Cached]) -> int:
+    """Tokens of the last one's prefix that the tree has of those before it."""
+    *before, last = prompts
+    return max(map(partial(_num_equal, last), before), default=0)
 
 
 def _num_equal(one: Cached, other: Cached) -> int:

@@ -6,7 +6,7 @@ cell: its KV is encoded jointly after the prefill (eval/joint), the blocks of
 its chunks (CFF) or those of the prompts of its batch (BFF), by a threshold or a ratio, in blocks of
 some size. `compression` is blocks over shared blocks of all layers and answers, `other_text` the
 same where only blocks of different texts count as shared: equal text needs no fusing to be kept
-once.
+once. `rows` is the KV of the prompts, what fills no block included, over what is left of it.
 
 NOTE: an answer's first token is computed before anything is fused, so `kl_first` is 0, and what an
 answer's only token says does not change. KL is the mean over all tokens, the first included.
@@ -141,6 +141,8 @@ class JointCurves(Mode):
                     fused = fuse(prompts[at : at + size], target, setting["over"])
                     told = {
                         "requests": len(fused.prompts),
+                        "block": setting["block"],
+                        "tokens": fused.tokens,
                         "blocks": fused.blocks,
                         "shared": fused.shared,
                         "other": fused.other,
@@ -254,9 +256,12 @@ def fused_of(encoded: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     before = sum(len(each["shared"]) * each["blocks"] / each["requests"] for each in encoded)
     after = sum(sum(each["shared"]) / each["requests"] for each in encoded)
     other = before - sum(sum(each["other"]) / each["requests"] for each in encoded)
+    rows = sum(len(each["shared"]) * each["tokens"] / each["requests"] for each in encoded)
+    saved = encoded[0]["block"] * (before - after)
     return {
         "compression": round(before / after, 4) if after else 1.0,
         "other_text": round(before / other, 4) if other else 1.0,
+        "rows": round(rows / (rows - saved), 4),
         "encode_ms": round(sum(each["ms"] for each in encoded) / len(encoded), 3),
     }
 
@@ -266,7 +271,7 @@ def tables_of(cells: Sequence[Mapping[str, Any]]) -> list[Row]:
     rows = [
         {
             **cell["cell"],
-            **{name: cell[name] for name in ("compression", "other_text", "encode_ms")},
+            **{name: cell[name] for name in ("compression", "other_text", "rows", "encode_ms")},
             **{
                 name: round(cell["metrics"][name]["mean"], 4)
                 for name in SHOWN

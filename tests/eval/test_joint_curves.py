@@ -100,6 +100,7 @@ def test_what_the_tree_shares_is_no_unit() -> None:
     assert shared >= second.spans[2][0], "the head and a chunk"
     after = fuse(prompts, Target(4, threshold=ALL), "private")
     own = second.num_tokens - shared
+    assert after.tokens == first.num_tokens + own
     assert after.blocks == first.num_tokens // 4 + own // 4
     for layer in range(4):
         assert not any(changed(after.prompts[1], second, layer)[:shared])
@@ -159,8 +160,12 @@ def test_answers_are_those_of_full_prefill_where_nothing_fuses() -> None:
 def test_compression_counts_each_block_once() -> None:
     alone = {"requests": 1, "blocks": 8, "shared": [8, 8], "other": [0, 0], "ms": 1.0}
     both = {"requests": 2, "blocks": 16, "shared": [12, 8], "other": [0, 2], "ms": 3.0}
-    figures = {"compression": 1.6, "other_text": pytest.approx(32 / 30, abs=1e-4), "encode_ms": 3.0}
-    assert fused_of([both, both]) == figures
+    alone |= {"block": 4, "tokens": 40}
+    both |= {"block": 4, "tokens": 72}
+    figures = fused_of([both, both])
+    assert (figures["compression"], figures["encode_ms"]) == (1.6, 3.0)
+    assert figures["other_text"] == pytest.approx(32 / 30, abs=1e-4)
+    assert figures["rows"] == pytest.approx(144 / (144 - 12 * 4), abs=1e-4)
     assert fused_of([both, both, alone])["compression"] == pytest.approx(48 / 36, abs=1e-4)
     assert fused_of([]) == {}
 
