@@ -4,6 +4,7 @@ several prompts whole.
     CFF   over "chunks"   units are a prompt's chunks                 each prompt alone
     BFF   over "batch"    units are the prompts of a batch
           over "private"  units are what the tree does not share of them
+          over "unshared" nor one copy of a chunk, wherever another prompt has it
 
     head | A: block block tail | B: block block | question   what is between the blocks stays as it
                                                              is
@@ -16,7 +17,7 @@ compared as they are cached, rotated, as in the paper.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
@@ -52,14 +53,11 @@ class Fused:
     prompts: list[Cached]
     """With KV of their own."""
     tokens: int
-    """Of the prompts, also outside blocks, less what the tree shares where that is no unit."""
+    """Of the prompts, also outside blocks, less what is shared without fusing."""
     blocks: int
     """Of each layer."""
     shared: list[int]
     """Blocks that are left, of each layer."""
-    other: list[int]
-    """Blocks that joined one of another text, of each layer. Equal text needs no fusing: one copy
-    of a chunk serves it at any position."""
     ms: float
 
 
@@ -71,21 +69,16 @@ def fuse(prompts: Sequence[Cached], target: Target, over: str) -> Fused:
     made = [replace(each, pool=_copied(each.pool)) for each in prompts]
     units = _units(made, target.block, over)
     layers = range(len(made[0].pool.k_buffer))
-    num_blocks = sum(_num_blocks(units, target.block))
-    left = [(num_blocks, 0)] * len(layers)
+    shared = [sum(_num_blocks(units, target.block))] * len(layers)
     # Blocks of one unit are never compared, and `thresholds_for_ratio` needs two units.
     if len(units) > 1:
-        left = [
+        shared = [
             _fuse_layer(units, layer, target, u)
             for layer, u in zip(layers, _thresholds(units, target), strict=True)
         ]
-    shared, other = map(list, zip(*left, strict=True))
-    num_tokens = sum(each.num_tokens for each in made)
-    if over == "private":
-        num_tokens -= sum(_num_shared(made[: n + 1]) for n in range(len(made)))
-    return Fused(
-        made, num_tokens, num_blocks, shared, other, 1000 * (time.perf_counter() - started)
-    )
+    num_tokens = sum(e - s for n in range(len(made)) for s, e in _own(made[: n + 1], over))
+    num_blocks = sum(_num_blocks(units, target.block))
+    return Fused(made, num_tokens, num_blocks, shared, 1000 * (time.perf_counter() - started))
 
 
 # Private, in order of use
@@ -103,10 +96,7 @@ def _units(prompts: Sequence[Cached], block: int, over: str) -> list[Unit]:
     found: list[Unit] = []
     for number, each in enumerate(prompts):
         # The first piece is the head and the last one the question: neither is a chunk.
-        spans = each.spans[1:-1]
-        if over != "chunks":
-            start = _num_shared(prompts[: number + 1]) if over == "private" else 0
-            spans = [(start, each.num_tokens)]
+        spans = each.spans[1:-1] if over == "chunks" else _own(prompts[: number + 1], over)
         for start, end in spans:
             found.append((each, slice(start, end - (end - start) % block)))
     return sorted(
@@ -115,10 +105,23 @@ def _units(prompts: Sequence[Cached], block: int, over: str) -> list[Unit]:
     )
 
 
-def _num_shared(prompts: Sequence[Cached]) -> int:
-    """Tokens of the last one's prefix that the tree has of those before it."""
+def _own(prompts: Sequence[Cached], over: str) -> list[tuple[int, int]]:
+    """Spans of the last one that nothing but fusing shares with those before it."""
     *before, last = prompts
-    return max(map(partial(_num_equal, last), before), default=0)
+    if over not in ("private", "unshared"):
+        return [(0, last.num_tokens)]
+    start, spans = max(map(partial(_num_equal, last), before), default=0), []
+    if over == "unshared":
+        known = {_text(each, *span) for each in before for span in each.spans[1:-1]}
+        for chunk_start, chunk_end in last.spans[1:-1]:
+            if chunk_end > start and _text(last, chunk_start, chunk_end) in known:
+                spans.append((start, chunk_start))
+                start = chunk_end
+    return [span for span in (*spans, (start, last.num_tokens)) if span[0] < span[1]]
+
+
+def _text(prompt: Cached, start: int, end: int) -> tuple[int, ...]:
+    return tuple(prompt.token_ids[start:end])
 
 
 def _num_equal(one: Cached, other: Cached) -> int:
@@ -147,14 +150,11 @@ def _thresholds(units: Sequence[Unit], target: Target) -> list[float]:
     )
 
 
-def _fuse_layer(
-    units: Sequence[Unit], layer: int, target: Target, threshold: float
-) -> tuple[int, int]:
-    """Write what the blocks become. Returns how many are left, and how many of the others joined
-    another text."""
+def _fuse_layer(units: Sequence[Unit], layer: int, target: Target, threshold: float) -> int:
+    """Write what the blocks become. Returns how many are left."""
     # Nothing fuses: `encode` and `decode` would only copy the layer to and fro.
     if threshold >= NEVER:
-        return sum(_num_blocks(units, target.block)), 0
+        return sum(_num_blocks(units, target.block))
     lens = [part.stop - part.start for _, part in units]
     fused = encode(*_read(units, layer), lens, block_size=target.block, threshold=threshold)
     if not target.rescaled:
@@ -166,12 +166,4 @@ def _fuse_layer(
             unit_keys,
             unit_values,
         )
-    texts = set(zip(fused.table.tolist(), _texts(units, target.block), strict=True))
-    return len(fused.keys), len(texts) - len(fused.keys)
-
-
-def _texts(units: Sequence[Unit], block: int) -> Iterator[tuple[int, ...]]:
-    """Token ids of each block."""
-    for prompt, part in units:
-        for at in range(part.start, part.stop, block):
-            yield tuple(prompt.token_ids[at : at + block])
+    return len(fused.keys)

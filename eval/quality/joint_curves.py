@@ -4,9 +4,8 @@ Fusion figures 4 and 5, table 1)
 No server: the model runs here. Every question is answered once with full prefill, then once per
 cell: its KV is encoded jointly after the prefill (eval/joint), the blocks of
 its chunks (CFF) or those of the prompts of its batch (BFF), by a threshold or a ratio, in blocks of
-some size. `compression` is blocks over shared blocks of all layers and answers, `other_text` the
-same where only blocks of different texts count as shared: equal text needs no fusing to be kept
-once. `rows` is the KV of the prompts, what fills no block included, over what is left of it.
+some size. `compression` is blocks over shared blocks of all layers and answers, `rows` the KV of
+the prompts, what fills no block included, over what is left of it.
 
 NOTE: an answer's first token is computed before anything is fused, so `kl_first` is 0, and what an
 answer's only token says does not change. KL is the mean over all tokens, the first included.
@@ -42,7 +41,7 @@ if TYPE_CHECKING:
     from eval.joint.kv import Cached, ModelKv
 
 JOINT = "joint"
-OVERS = ("chunks", "batch", "private")
+OVERS = ("chunks", "batch", "private", "unshared")
 KEPT, SHARED = NORMS = ("kept", "shared")
 SHOWN = ("same", "kl", "kl_max", "em", "f1")
 
@@ -88,7 +87,7 @@ class JointCurves(Mode):
         parser.add_argument("--ratios", nargs="*", type=float, default=[1.25, 1.5, 2.0])
         text = "each block keeps its norm, or has that of the row that it shares; default: kept"
         parser.add_argument("--norms", nargs="+", choices=NORMS, default=[KEPT], help=text)
-        text = "prompts whose blocks are compared, for batch and private"
+        text = "prompts whose blocks are compared, but for chunks"
         parser.add_argument("--batch", nargs="+", type=int, default=[8], metavar="N", help=text)
         text = (
             "of the world, --requests of each kind and world (default: linked); see"
@@ -145,7 +144,6 @@ class JointCurves(Mode):
                         "tokens": fused.tokens,
                         "blocks": fused.blocks,
                         "shared": fused.shared,
-                        "other": fused.other,
                     }
                     # The batch's prompts end first: `cases` and `full` go on to the next batch.
                     for case, prompt, given in zip(
@@ -255,12 +253,10 @@ def fused_of(encoded: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     # The answers of one batch have its figures each, so each counts for its share of them.
     before = sum(len(each["shared"]) * each["blocks"] / each["requests"] for each in encoded)
     after = sum(sum(each["shared"]) / each["requests"] for each in encoded)
-    other = before - sum(sum(each["other"]) / each["requests"] for each in encoded)
     rows = sum(len(each["shared"]) * each["tokens"] / each["requests"] for each in encoded)
     saved = encoded[0]["block"] * (before - after)
     return {
         "compression": round(before / after, 4) if after else 1.0,
-        "other_text": round(before / other, 4) if other else 1.0,
         "rows": round(rows / (rows - saved), 4),
         "encode_ms": round(sum(each["ms"] for each in encoded) / len(encoded), 3),
     }
@@ -271,7 +267,7 @@ def tables_of(cells: Sequence[Mapping[str, Any]]) -> list[Row]:
     rows = [
         {
             **cell["cell"],
-            **{name: cell[name] for name in ("compression", "other_text", "rows", "encode_ms")},
+            **{name: cell[name] for name in ("compression", "rows", "encode_ms")},
             **{
                 name: round(cell["metrics"][name]["mean"], 4)
                 for name in SHOWN

@@ -108,13 +108,21 @@ def test_what_the_tree_shares_is_no_unit() -> None:
         assert any(changed(after.prompts[1], second, layer))
 
 
-def test_blocks_of_equal_text_need_no_fusing() -> None:
-    equal = fuse([prompt(0), prompt(0)], Target(4, threshold=0.999), "batch")
-    assert equal.shared == [equal.blocks // 2] * 4
-    assert equal.other == [0] * 4
-    everything = fuse([prompt(0), prompt(1)], Target(4, threshold=ALL), "batch")
-    for shared, other in zip(everything.shared, everything.other, strict=True):
-        assert 0 < other <= everything.blocks - shared
+def test_what_one_copy_shares_is_no_unit() -> None:
+    """Two chunks behind another one: the tree does not share them, one copy does."""
+    a, b, c = (passage.text for passage in World(5).passages[:3])
+    built = [turn_pieces(texts, "Who?", opens=True) for texts in ([a, b], [c, b, a])]
+    prompts = [model().cached([head, *pieces, tail]) for head, pieces, tail in built]
+    found = {
+        over: fuse(prompts, Target(4, threshold=ALL), over) for over in ("private", "unshared")
+    }
+    second, fused = prompts[1], found["unshared"]
+    moved = {i for start, end in second.spans[2:-1] for i in range(start, end)}
+    assert found["private"].tokens - fused.tokens == len(moved)
+    for layer in range(4):
+        mine = changed(fused.prompts[1], second, layer)
+        assert any(mine)
+        assert not any(is_changed and i in moved for i, is_changed in enumerate(mine))
 
 
 def test_without_rescaling_tokens_that_share_a_block_have_one_row() -> None:
@@ -158,13 +166,12 @@ def test_answers_are_those_of_full_prefill_where_nothing_fuses() -> None:
 
 
 def test_compression_counts_each_block_once() -> None:
-    alone = {"requests": 1, "blocks": 8, "shared": [8, 8], "other": [0, 0], "ms": 1.0}
-    both = {"requests": 2, "blocks": 16, "shared": [12, 8], "other": [0, 2], "ms": 3.0}
+    alone = {"requests": 1, "blocks": 8, "shared": [8, 8], "ms": 1.0}
+    both = {"requests": 2, "blocks": 16, "shared": [12, 8], "ms": 3.0}
     alone |= {"block": 4, "tokens": 40}
     both |= {"block": 4, "tokens": 72}
     figures = fused_of([both, both])
     assert (figures["compression"], figures["encode_ms"]) == (1.6, 3.0)
-    assert figures["other_text"] == pytest.approx(32 / 30, abs=1e-4)
     assert figures["rows"] == pytest.approx(144 / (144 - 12 * 4), abs=1e-4)
     assert fused_of([both, both, alone])["compression"] == pytest.approx(48 / 36, abs=1e-4)
     assert fused_of([]) == {}
