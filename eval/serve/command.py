@@ -369,6 +369,12 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
         help="plain requests that decode during blocks (default: 0)",
     )
     add(
+        "--peaks",
+        action="store_true",
+        help="also requests at once, and tokens and rows of the KV pool in use, at most; how many"
+        " requests were retracted. Asking takes the servers some time",
+    )
+    add(
         "--fresh",
         action="store_true",
         help="make every chunk unique: the costs if nothing can be reused",

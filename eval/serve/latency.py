@@ -18,6 +18,7 @@ from eval.contrast import contrast_arms, has_enough, sentences
 from eval.metrics import METRICS
 from eval.outcome import interval
 from eval.recorded import cell_name
+from eval.serve.peaks import over_blocks
 from eval.serve.plan import SERVER
 from eval.stats import quantile, summary
 
@@ -29,7 +30,7 @@ CONTRASTED = (*TIMES, "cached_share", "prefill_tokens")
 BYSTANDERS = ("itl_bystander_p50_s", "itl_bystander_p99_s")
 NOTE = (
     "seconds; others' itl: between tokens of requests that only decode; missed: planned hits that"
-    " did not come true"
+    " did not come true; in use: by requests, the most of a block, means"
 )
 
 
@@ -271,6 +272,7 @@ def _row(group: Sequence[Sample]) -> Row:
         ),
         "throughput": throughput(asked),
         "bystanders": {"n": len(gaps), **others} if gaps else None,
+        "pool": over_blocks([sample["pool"] for sample in group if "pool" in sample]),
     }
 
 
@@ -290,10 +292,11 @@ def _figures(name: str, samples: Sequence[Sample]) -> dict[str, float] | None:
 
 def _figures_of(row: Row) -> Row:
     """A row of the first table."""
-    metrics, rates, others = (
+    metrics, rates, others, pool = (
         defaultdict(dict, row["metrics"]),
         row["throughput"],
         row["bystanders"] or {},
+        row.get("pool") or {},
     )
     return {
         "arm": row["arm"],
@@ -313,4 +316,8 @@ def _figures_of(row: Row) -> Row:
         "others' itl p50": others.get("p50_s"),
         "others' itl p99": others.get("p99_s"),
         "overhead": row.get("overhead_share"),
+        "at once": pool.get("running"),
+        "tokens in use": pool.get("tokens"),
+        "rows in use": pool.get("rows", pool.get("tokens")),
+        "retracted": pool.get("retracted"),
     }

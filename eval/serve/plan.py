@@ -52,6 +52,8 @@ class Plan:
     """Maximum length of an answer; None: the request's own."""
     bystanders: int = 0
     """Streams that decode while a block is measured (bystanders.py)."""
+    peaks: bool = False
+    """Also keep what each block has in use at most (peaks.py)."""
     body: Mapping[str, Any] = field(default_factory=dict)
     """Added to the requests of all arms."""
     contextpilot_python: Path | None = None

@@ -18,7 +18,7 @@ import datetime
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +28,7 @@ from eval.run import Run, read_samples
 from eval.serve.arms import Arm, skip_reason
 from eval.serve.lane import Lane
 from eval.serve.latency import lane_name
+from eval.serve.peaks import peaks
 from eval.serve.plan import Cell, Plan
 from eval.serve.preprocessed import preprocess_chunks
 from eval.serve.server_pool import Key, ServerPool, key_of
@@ -186,7 +187,7 @@ def _take(
             for lane, own in turned(list(zip(lanes, blocks, strict=True)), number):
                 # blocks are complete or dropped, so the first key tells
                 if number < len(own) and _keys(lane.arm, lane.cell)[own[number][0]] not in run:
-                    _take_block(run, servers, loop, lane, own[number], number)
+                    _take_block(run, servers, loop, lane, own[number], number, plan.peaks)
                     bar.update(len(own[number]))
         for lane, started in zip(lanes, before, strict=True):
             if tiers := servers.tiers(lane.server, lane.url):
@@ -229,10 +230,14 @@ def _take_block(
     lane: Lane,
     numbers: Sequence[int],
     block: int,
+    has_peaks: bool,
 ) -> None:
     """Measure a block. Raises CommandError if requests failed because the server is gone;
     other failures are kept."""
-    samples = loop.run(lane.run(numbers))
+    with peaks(lane.url) if has_peaks else nullcontext() as pool:
+        samples = loop.run(lane.run(numbers))
+    if pool is not None:
+        samples[0]["pool"] = pool
     if errors := [sample["error"] for sample in samples if "error" in sample]:
         # raises before the block is kept: what a dead server failed is measured again
         servers.check(lane.server, lane.url)

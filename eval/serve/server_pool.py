@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from eval.errors import CommandError
 from eval.http import get, post
 from eval.record import portable
+from eval.serve import peaks
 from eval.serve.arms import EVERY_SERVER, Arm
 from eval.serve.plan import SERVER
 from eval.server import Server
@@ -115,8 +116,9 @@ class ServerPool:
             CommandError: the server does not start, is not reachable, or lacks the cache that the
                 arm needs.
         """
+        counting = peaks.FLAGS if self._plan.peaks else ()
         flags = (
-            [*arm.flags, *EVERY_SERVER, *self._plan.server_flags, *key.flags]
+            [*arm.flags, *EVERY_SERVER, *counting, *self._plan.server_flags, *key.flags]
             if arm.url is None
             else []
         )

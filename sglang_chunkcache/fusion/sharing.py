@@ -93,6 +93,7 @@ class Sharing:
         slot_map = self._slot_map
         return {
             "rows": slot_map.num_used,
+            "held": slot_map.num_used - slot_map.num_evictable,
             "saved": slot_map.num_saved,
             "reserved": slot_map.num_reserved,
             "slots": slot_map.num_mapped,

@@ -46,6 +46,8 @@ class FakeEndpoint:
     aborted: set[str] = field(default_factory=set)  # request ids
     prefill_s: float = 0.002  # to a plain request's first token; it answers until aborted
     stalled_s: float = 0.002  # between its tokens while a chat waits
+    retracts: bool = False  # a request for each look at the metrics
+    num_retracted: int = 0
     num_flushed: int = 0
     num_forgotten: int = 0
     num_in_flight: int = 0
@@ -157,6 +159,7 @@ class FakeEndpoint:
             app.router.add_post("/generate", self.generate)
             app.router.add_post("/abort_request", self._abort)
         app.router.add_get("/health", _says({}))
+        app.router.add_get("/metrics", self._metrics)
         app.router.add_get("/v1/models", _says({"data": [{"id": "fake-model"}]}))
         info = {"model_path": "/somewhere/fake", "enable_cache_report": self.cache_report}
         app.router.add_get("/server_info", _says({"device": "cpu", **info}))
@@ -177,8 +180,20 @@ class FakeEndpoint:
         store = {**counts, "max_bytes": 1000, "max_entries": 100, "token_bytes": 1}
         rank: dict[str, Any] = {"gate": {"passed": True}, "store": store}
         if self.has_tiers:
+            rank |= {"moves": {"one_copy": {"held": 4 * self.num_in_flight}}}
             rank |= {"host": {"tokens": 7}, "storage": {"queue": self.num_waiting}}
         return web.json_response({"ranks": [rank], "reuse": "fused"})
+
+    async def _metrics(self, _: web.Request) -> web.Response:
+        self.num_retracted += self.retracts
+        gauges = {"num_running_reqs": self.num_in_flight, "num_used_tokens": 9 * self.num_in_flight}
+        text = "".join(
+            f'# TYPE sglang:{name} gauge\nsglang:{name}{{tp_rank="0"}} {value}\n'
+            for name, value in gauges.items()
+        )
+        name = "sglang:num_retracted_requests"
+        text += f'# TYPE {name} counter\n{name}_total{{tp_rank="0"}} {self.num_retracted}\n'
+        return web.Response(text=text)
 
     async def _preprocess(self, http: web.Request) -> web.Response:
         body = await http.json()

@@ -254,6 +254,25 @@ def test_bystanders_decode_while_a_block_is_measured(endpoints: Endpoints, tmp_p
     assert [len(endpoint.aborted) for endpoint in endpoints] == [4, 4]
 
 
+def test_each_block_has_its_peak(endpoints: Endpoints, tmp_path: Path) -> None:
+    stock, ours = endpoints
+    stock.delay_s = ours.delay_s = 0.4
+    ours.has_tiers = stock.retracts = True
+    plan = Plan(arms_of(endpoints), block=2, peaks=True)
+    run = take(tmp_path, plan, singles(4), load=Load(clients=2))
+    pools = {
+        arm: [s["pool"] for s in run.samples if s["arm"] == arm and "pool" in s]
+        for arm in ("stock-lpm", "ours")
+    }
+    assert pools["ours"] == 2 * [{"running": 2, "tokens": 18, "rows": 8, "retracted": 0}]
+    for pool in pools["stock-lpm"]:
+        assert (pool["running"], pool["tokens"], "rows" in pool) == (2, 18, False)
+        assert pool["retracted"] > 2
+    rows = {row["arm"]: row["pool"] for row in cell_rows(run.samples)}
+    assert rows["ours"] == {"running": 2, "tokens": 18, "rows": 8, "retracted": 0}
+    assert rows["stock-lpm"]["retracted"] == sum(pool["retracted"] for pool in pools["stock-lpm"])
+
+
 def test_bystanders_first_gap_is_not_their_prefill(endpoints: Endpoints, tmp_path: Path) -> None:
     """A stream takes as long to begin as a prefill; a token without text is a token."""
     endpoints[0].prefill_s, endpoints[0].delay_s = 0.3, 0.2
