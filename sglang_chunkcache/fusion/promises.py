@@ -169,11 +169,11 @@ class Promises:
         self._tree.inc_lock_ref(node)
         until.callback(self._tree.dec_lock_ref, node)
 
-    def _fits_alone(self, locked: Iterable[TreeNode], num_tokens: int) -> bool:
+    def _fits_alone(self, locked: Iterable[TreeNode], num_rows: int) -> bool:
         """Whether there is room once nothing else runs."""
-        path = {each.id: len(each.key) for node in locked for each in up_from(node)}
+        nodes = {each.id: each for node in locked for each in up_from(node)}
         capacity: int = self._tree.token_to_kv_pool_allocator.size
-        return num_tokens + sum(path.values()) <= capacity
+        return num_rows + self._tree.num_rows(list(nodes.values())) <= capacity
 
     def _allocate(self, plan: ReusePlan, num_rows: int, taken: ExitStack) -> torch.Tensor | None:
         """Slots, evicting if need be; an exception on the way out of `taken` frees them. With

@@ -77,6 +77,10 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         rows, except with one copy of a chunk (one_copy.py)."""
         return num_slots - self.num_idle()
 
+    def num_rows(self, nodes: Sequence[TreeNode]) -> int:
+        """Of the KV pool, that these nodes take."""
+        return sum(len(node.key) for node in nodes)
+
     def make_room(self, num_slots: int, num_rows: int | None = None) -> None:
         """Evict until so many slots, and rows, are free, or nothing is left to evict."""
         if (missing := num_slots - self.token_to_kv_pool_allocator.available_size()) > 0:

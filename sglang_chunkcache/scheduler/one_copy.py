@@ -13,6 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
@@ -44,6 +45,9 @@ class OneCopyRadixCache(ChunkRadixCache):
     def num_missing(self, num_slots: int, num_rows: int) -> int:
         idle_slots, idle_rows = self._idle()
         return max(num_slots - idle_slots, num_rows - idle_rows)
+
+    def num_rows(self, nodes: Sequence[TreeNode]) -> int:
+        return len(torch.unique(self._slot_map.rows(_slots(nodes)))) if nodes else 0
 
     def make_room(self, num_slots: int, num_rows: int | None = None) -> None:
         self._evict_for(num_slots, num_slots if num_rows is None else num_rows)

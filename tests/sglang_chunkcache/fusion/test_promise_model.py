@@ -322,7 +322,11 @@ class FuserMachine(RuleBasedStateMachine):
             self._release(self.live[0], is_insert=True)
         self.scheduler.idle()
         self.scheduler.check()
-        capacity = self.scheduler.capacity
+        capacity, allocator = self.scheduler.capacity, self.scheduler.allocator
+        has_rows = self.scheduler.fusion_pass.sharing is not None
+        free = allocator.slot_map.num_free if has_rows else allocator.available_size()
+        nodes = [node for _, node in walk(self.scheduler.cache)]
+        assert self.scheduler.cache.num_rows(nodes) == capacity - free
         self.scheduler.evict(capacity)
         assert self.scheduler.allocator.available_size() == capacity
         assert self.scheduler.cache.stats()["sources"] == 0
