@@ -6,7 +6,8 @@ arms, by bytes, operations and rates (eval/machines.py). No tensors, no model.
     exact      ours: order, eviction, host memory, the disk, if there is one
     fused      and every request with moved KV, by the server's own plans at these costs
 
-A request is served alone, and answers take no time: what is said of a queue is a lower bound. A
+A request is served alone, and answers take no time, but where --clients or --rates name a load
+(queueing.py): then times are those of a queue, found tokens still those of one after the other. A
 pass takes its floor (weights read, layers launched) and its arithmetic one after the other, a load
 from host memory is not hidden behind a forward: at most the smaller of both too much.
 """
@@ -37,7 +38,9 @@ from eval.metrics import MIN_FOR_P99
 from eval.replay.disk import Disk, Stored
 from eval.replay.fused import FusedReplay, Timing
 from eval.replay.grid import Cell
+from eval.replay.queueing import Job, Step, figures
 from eval.replay.trace import TraceFacts, TraceRequest
+from eval.serve.workload import Load
 from radix_ext.backlog import Bounds
 from radix_ext.costs import Costs, Line, Phase
 from radix_ext.variants import Variant
@@ -84,6 +87,12 @@ def add_timed_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--preprocessed", action="store_true", help=text)
     text = "requests come at the trace's times; default: as the one before is done"
     group.add_argument("--arrivals", action="store_true", help=text)
+    text = "also under a load: so many requests in flight"
+    group.add_argument("--clients", nargs="+", type=int, default=[], metavar="N", help=text)
+    text = "also under a load: so many requests a second, Poisson"
+    group.add_argument("--rates", nargs="+", type=float, default=[], metavar="R", help=text)
+    text = "of an answer, where the trace says nothing; default: %(default)s"
+    group.add_argument("--output-tokens", type=int, default=64, help=text)
 
 
 def costs_of(machine: Machine, shape: Shape, codec: str = "none") -> Costs:
@@ -105,6 +114,21 @@ def costs_of(machine: Machine, shape: Shape, codec: str = "none") -> Costs:
         Phase.HOST: Line(each=shape.token_bytes(codec) / bus),
         Phase.LOAD: Line(each=shape.token_bytes() / bus),
     }
+
+
+def step_of(machine: Machine, shape: Shape) -> Step:
+    """Decoding: weights and all KV are read."""
+    costs = costs_of(machine, shape)[Phase.EXTEND]
+    read = shape.token_bytes() / machine.memory_bytes_s / MEMORY_SHARE
+    return lambda num_requests, num_tokens: (
+        costs.fixed + costs.each * num_requests + read * num_tokens
+    )
+
+
+def loads_of(options: argparse.Namespace) -> list[Load]:
+    """Those that are asked for."""
+    closed = [Load(clients=each) for each in options.clients]
+    return [*closed, *(Load("poisson", rate=each) for each in options.rates)]
 
 
 class TimedArm:
@@ -149,7 +173,8 @@ class TimedArm:
                 options.disk_gib << 30,
             ),
         )
-        self._ttft = list[float]()
+        self._jobs = list[Job]()
+        self._room = num_slots
         self._counts: list[int] = []
         self._first: dict[str, Any] = {}
         if name == "fused" and options.preprocessed:
@@ -166,7 +191,7 @@ class TimedArm:
             arrival=request.timestamp if self._options.arrivals else None,
             question_len=request.question_tokens or QUESTION_TOKENS,
         )
-        if not self._ttft:
+        if not self._jobs:
             disk = self._replay.disk
             self._first = {
                 "chunks": count.num_chunks,
@@ -176,13 +201,14 @@ class TimedArm:
                 **(dict(disk.counts) if disk else {}),
             }
             self._counts = [0] * len(count)
-        self._ttft.append(self._replay.ttft_s)
+        answer = max(1, request.output_tokens or self._options.output_tokens)
+        self._jobs.append(Job(self._replay.ttft_s, count.tokens, answer))
         self._counts = [a + b for a, b in zip(self._counts, count, strict=True)]
 
     @property
     def sample(self) -> dict[str, Any]:
         """Times in seconds, tokens by fate, the first prompt, and what the disk did."""
-        replay, times = self._replay, sorted(self._ttft)
+        replay, times = self._replay, sorted(job.prefill_s for job in self._jobs)
         fates = dict(zip(("num_chunks", "tokens"), self._counts, strict=False))
         names = ("exact", "relocated", "recomputed", "computed")
         fates |= dict(zip(names, self._counts[2:], strict=False))
@@ -195,6 +221,10 @@ class TimedArm:
             **fates,
             "first": self._first,
         }
+        if loads := loads_of(self._options):
+            step = step_of(MACHINES[self._options.machine], SHAPES[self._options.model_shape])
+            more: dict[str, Any] = {"room": self._room, "seed": self._options.seed}
+            told["loads"] = [figures(self._jobs, load, step, **more) for load in loads]
         if (disk := replay.disk) is not None:
             told["disk"] = {
                 **{name: disk.counts[name] for name in DISK_COUNTS},
@@ -251,6 +281,10 @@ def check_timed(options: argparse.Namespace, facts: TraceFacts) -> None:
         )
     if options.disk_gbps is not None and options.disk_gbps <= 0:
         raise CommandError("--disk-gbps must be over 0")
+    if min([1, options.output_tokens, *options.clients, *options.rates]) <= 0:
+        raise CommandError("--clients, --rates and --output-tokens must be over 0")
+    if options.arrivals and loads_of(options):
+        raise CommandError("--arrivals has the trace's load: give neither --clients nor --rates")
 
 
 def summarize_timed(
@@ -282,9 +316,25 @@ def summarize_timed(
         " Disk: chunks found there alone, loaded in time, late, left without room, skipped as"
         " computing is estimated sooner (per try), tried all the same."
     )
+    under_load = [
+        {
+            "load": f"{load['clients']} clients" if "clients" in load else f"{load['rate']:g}/s",
+            "arm": each["arm"],
+            "mean s": f"{load['mean_s']:.3f}",
+            "p50": f"{load['p50_s']:.3f}",
+            "p99": f"{load['p99_s']:.3f}" if "p99_s" in load else "-",
+            "requests/s": f"{load['requests_per_s']:.2f}",
+        }
+        for number in range(len(samples[0].get("loads", ())) if samples else 0)
+        for each in samples
+        for load in [each["loads"][number]]
+    ]
     told = [_told(each) for each in samples if each.get("disk") and each["arm"] == "fused"]
-    table = {"title": "Times to the first token", "rows": rows, "note": note}
-    return {"tables": [table], "verdict": told, "arms": list(samples)}
+    tables = [{"title": "Times to the first token", "rows": rows, "note": note}]
+    if under_load:
+        note = "By arithmetic, with waiting; what is found is as without a load."
+        tables.append({"title": "Under load", "rows": under_load, "note": note})
+    return {"tables": tables, "verdict": told, "arms": list(samples)}
 
 
 def _told(sample: Mapping[str, Any]) -> str:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from eval.errors import CommandError
 from eval.machines import CODEC_BITS, MACHINES, SHAPES
 from eval.replay.command import main
 from eval.replay.disk import Disk, Transfer
@@ -72,6 +73,23 @@ def test_page_has_all_cells() -> None:
     assert [row[:2] for row in ROWS] == [
         (machine, gbps) for machine in ("h100", "l40s") for gbps in ("none:", "3.3", "7")
     ]
+
+
+def test_load_is_that_of_the_times_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A client that waits for no other has the times of the first table."""
+    load = ("--clients", "1", "4", "--rates", "0.001", "--output-tokens", "1")
+    found = arms(tmp_path, capsys, "h100", *load)
+    for arm in ("stock", "fused"):
+        alone, crowd, rare = found[arm]["loads"]
+        assert alone["mean_s"] == pytest.approx(found[arm]["mean_s"])
+        assert rare["mean_s"] == pytest.approx(found[arm]["mean_s"])
+        assert crowd["mean_s"] == pytest.approx(2.5 * alone["mean_s"], rel=0.2)
+        assert crowd["requests_per_s"] == pytest.approx(1 / alone["mean_s"])
+    for wrong in (("--clients", "0"), ("--arrivals", "--rates", "1")):
+        with pytest.raises(CommandError, match="--clients"):
+            arms(tmp_path / wrong[0], capsys, "h100", *wrong)
 
 
 def test_nothing_is_loaded_where_computing_is_faster(
