@@ -1,8 +1,8 @@
 """ContextPilot as a client-side reorderer: a child process that only imports contextpilot, one JSON
 object per line.
 
-    parent -> {"ids": ["c7", "c2"], "conversation": null}   child -> ["c2", "c7"], or [] if
-                                                            ContextPilot fails
+    parent -> {"ids": ["c7", "c2"], "conversation": null}   child -> {"ids": ["c2", "c7"],
+                                                            "version": "0.5.0"}, [] if it fails
 
 A child process is used because ContextPilot's packages may conflict with ours (so it may run in
 another Python), and because it prints to stdout. A request on which it fails keeps the retriever's
@@ -16,7 +16,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from eval.errors import CommandError
 
@@ -42,8 +42,9 @@ class ContextPilotReorderer:
             stderr=subprocess.DEVNULL,
             text=True,
         )
-        self.counts = {"reordered": 0, "errors": 0}
-        """Requests sent in another order than the retriever's, and requests on which it failed."""
+        self.counts: dict[str, Any] = {"reordered": 0, "errors": 0}
+        """Requests sent in another order than the retriever's, and requests on which it failed;
+        `version`, ContextPilot's."""
 
     def order(self, request: Request) -> Sequence[TextChunk]:
         """The request's chunks in ContextPilot's order; in the retriever's if it fails or loses a
@@ -64,9 +65,10 @@ class ContextPilotReorderer:
                 flush=True,
             )
             # a child that has ended gives an empty line, which is no JSON
-            ordered = json.loads(self._child.stdout.readline())
+            answer = json.loads(self._child.stdout.readline())
         except (BrokenPipeError, ValueError):
             raise CommandError(f"ContextPilot's process ended with {self._child.wait()}") from None
+        ordered, self.counts["version"] = answer["ids"], answer["version"]
         if sorted(ordered) != sorted(ids):
             self.counts["errors"] += 1
             return request.chunks

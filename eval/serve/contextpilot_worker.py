@@ -4,6 +4,7 @@ May run in another Python."""
 import json
 import os
 import sys
+from importlib import metadata
 
 answers = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)  # ContextPilot prints to stdout
@@ -11,6 +12,7 @@ os.dup2(2, 1)  # ContextPilot prints to stdout
 from contextpilot.server.live_index import ContextPilot  # noqa: E402
 
 pilot = ContextPilot(use_gpu=False)
+version = metadata.version("contextpilot")
 for line in sys.stdin:
     question = json.loads(line)
     try:
@@ -18,4 +20,4 @@ for line in sys.stdin:
         ids = list(contexts[0])
     except Exception:  # as released it fails once a node of its index has 1,000 children
         ids = []
-    print(json.dumps(ids), file=answers, flush=True)
+    print(json.dumps({"ids": ids, "version": version}), file=answers, flush=True)

@@ -52,6 +52,9 @@ def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (package.parent / "__init__.py").touch()
     (package / "__init__.py").touch()
     (package / "live_index.py").write_text(FAKE)
+    about = tmp_path / "contextpilot-7.8.9.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: contextpilot\nVersion: 7.8.9\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
 
@@ -71,7 +74,7 @@ def order(reorderer: ContextPilotReorderer, asked: Request) -> list[str]:
 def test_reorders(reorderer: ContextPilotReorderer) -> None:
     assert order(reorderer, request("c", "a", "b")) == ["a", "b", "c"]
     assert order(reorderer, request("b", "a", conversation="talk")) == ["b", "a"]
-    assert reorderer.counts == {"reordered": 1, "errors": 0}
+    assert reorderer.counts == {"reordered": 1, "errors": 0, "version": "7.8.9"}
 
 
 def test_a_repeated_chunk_stays_twice(reorderer: ContextPilotReorderer) -> None:
@@ -83,7 +86,7 @@ def test_a_repeated_chunk_stays_twice(reorderer: ContextPilotReorderer) -> None:
 def test_a_failure_keeps_the_retrievers_order(reorderer: ContextPilotReorderer, kind: str) -> None:
     assert order(reorderer, request("z", kind, "a")) == ["z", kind, "a"]
     assert order(reorderer, request("z", "a")) == ["a", "z"]
-    assert reorderer.counts == {"reordered": 1, "errors": 1}
+    assert reorderer.counts == {"reordered": 1, "errors": 1, "version": "7.8.9"}
 
 
 def test_a_child_that_dies_is_told(reorderer: ContextPilotReorderer) -> None:
