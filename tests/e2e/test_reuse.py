@@ -23,6 +23,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from eval.http import post
+from eval.serve.arms import ARMS
 from eval.server import Server
 from eval.world.world import Passage, Question, World, order_questions
 from sglang_chunkcache.bundled_model import model_dir
@@ -276,6 +277,28 @@ def test_chunks_are_found_on_the_host_when_the_device_has_lost_them(
     reply = ask(fused_server, turned, facts[0], cache_salt=salt, reuse=whole)
     assert reply["chunkcache"]["fates"]["recomputed"] > 60
     assert text_of(reply) == full_prefill(fused_server, turned, facts[0])
+
+
+def test_chunk_behind_strangers_becomes_another_variant(
+    fused_server: Server, world: World, salt: str
+) -> None:
+    """Cache-Craft 3.3, by the arm that stands for it: what is recomputed whole is kept, and taken
+    where the same chunks are in front of it again, in whatever order."""
+    a, b, c, d, e = world.passages[:5]
+    cached(fused_server, [b, a], salt)
+    for each in (c, d, e):
+        cached(fused_server, [each], salt)
+    arm = ARMS["cache-craft"].body
+    how = {"cache_salt": salt, "order": arm["order"], "reuse": {**arm["reuse"], "move": "always"}}
+    replies = []
+    # nothing is scored before the first: it recomputes a fixed share
+    for front in ([c, d, e], [d, c, e], [e, d, c]):
+        replies.append(ask(fused_server, [*front, a], "Hello", max_tokens=1, **how))
+        settle(Client(fused_server.url, None))
+    _, strangers, seen = (reply["chunkcache"]["reuse"]["sources"][-1] for reply in replies)
+    assert (strangers["chunk"], strangers["variant_prefix"]) == (a.id, 1)
+    assert (seen["chunk"], seen["variant_prefix"]) == (a.id, 3)
+    assert seen["cfo"] < strangers["cfo"]
 
 
 # Ahead of requests
