@@ -36,7 +36,6 @@ OUTPUT = 32
 MIN_ROUNDS = 20
 ARMS: dict[str, tuple[str, ...]] = {
     "stock": ("--stock",),
-    "exact": (),
     "fused": ("--reuse", "fused", "--chunkcache-move", "always", *UNAUDITED),
 }
 NOTE = "milliseconds of CPU time a round: mean and p90 of a run's rounds, means of runs"
@@ -57,7 +56,7 @@ def measure(
     rounds.write_text("")
     send = partial(_answer, url) if arm == "stock" else partial(post, f"{url}{ROUTE}")
     with ThreadPoolExecutor(len(asked)) as pool:
-        list(pool.map(send, [_plain(each) for each in asked] if arm == "exact" else asked))
+        list(pool.map(send, asked))
     times = rounds_of(rounds.read_text(), args.waiting)
     metrics = (
         {"mean_ms": 1000 * fmean(times), "p90_ms": 1000 * quantile(times, 0.9)} if times else {}
@@ -138,10 +137,6 @@ def _answer(url: str, body: Mapping[str, Any]) -> None:
     asked = {**message, "content": "\n\n".join([*texts, message["content"]])}
     kept = {name: body[name] for name in ("model", "temperature", "max_tokens", "ignore_eos")}
     post(f"{url}/v1/chat/completions", {**kept, "messages": [asked]})
-
-
-def _plain(body: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in body.items() if name not in ("reuse", "order")}
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
