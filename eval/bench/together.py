@@ -37,8 +37,9 @@ from retrieval.command_line import Parser
 
 NUM_CHUNKS, K, COMMON = 24, 12, 2
 TWELVE, CROWD, FIT = 12, 32, 28
-OUTPUTS = (16, 512)
-"""Tokens of an answer of the crowd."""
+OUTPUTS = {16: 2, 512: 4}
+"""Tokens of an answer of the crowd, and of how many rounds one is taken: what is computed hardly
+differs."""
 AROUND = 60
 """Tokens of a prompt that are no chunk's, at most."""
 NOTE = "tokens of all requests of a round, means; computed / first: of the cell's first row"
@@ -146,7 +147,8 @@ def main(argv: Sequence[str]) -> int:
         model = str(write_random_model(folder / "model", SHAPES[args.params], texts))
         found = chunks(args.chunk_tokens)
         prompt = K * args.chunk_tokens + AROUND
-        for count, common, output in ((TWELVE, COMMON, 2), *((CROWD, 0, each) for each in OUTPUTS)):
+        crowds = ((CROWD, 0, output, args.rounds // part) for output, part in OUTPUTS.items())
+        for count, common, output, num_rounds in ((TWELVE, COMMON, 2, args.rounds), *crowds):
             take = partial(measure, found=found, count=count, common=common, output=output)
             ample, tight = 2 * CROWD * (prompt + output), FIT * (prompt + output)
             with ExitStack() as servers:
@@ -162,7 +164,7 @@ def main(argv: Sequence[str]) -> int:
                         "ample": _taker(take, first, at_once=True),
                         "tight": _taker(take, second, at_once=True),
                     }
-                take_rounds(run, {"requests": count, "output": output}, arms, args.rounds)
+                take_rounds(run, {"requests": count, "output": output}, arms, num_rounds)
     tell(run)
     return 0
 
@@ -192,7 +194,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--rounds", type=int, default=8, help="measured rounds of each arm, after one of warm-up")
+    add(
+        "--rounds",
+        type=int,
+        default=8,
+        help="measured rounds of each arm, after one of warm-up; half and a quarter with 32 requests",
+    )
     add("--params", type=int, choices=sorted(SHAPES), default=10, help="millions; default: 10")
     add("--chunk-tokens", type=int, default=190)
     add("--logs", type=Path, default=Path("logs"))

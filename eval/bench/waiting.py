@@ -1,6 +1,6 @@
 """What does a scheduling round take while many requests wait, against stock SGLang's?
 
-    python -m eval bench waiting [--requests 288] [--waiting 256]
+    python -m eval bench waiting [--requests 320] [--waiting 256]
 
 Requests of twelve chunks come at once to a KV pool with room for 28 of them, stock's with the same
 text. Counted are rounds that begin with at least `--waiting`, those in which some are admitted as
@@ -32,7 +32,7 @@ from eval.server import Server
 from eval.stats import quantile
 from retrieval.command_line import Parser
 
-OUTPUT = 32
+OUTPUT = 256
 MIN_ROUNDS = 20
 ARMS: dict[str, tuple[str, ...]] = {
     "stock": ("--stock",),
@@ -146,7 +146,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument
-    add("--requests", type=int, default=288, help="at once")
+    add("--requests", type=int, default=320, help="at once")
     add("--waiting", type=int, default=256, help="in a round that counts, at least")
     add("--rounds", type=int, default=3, help="measured runs of each arm, after one of warm-up")
     add("--params", type=int, choices=sorted(SHAPES), default=1, help="millions; default: 1")
