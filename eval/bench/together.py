@@ -198,7 +198,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         "--rounds",
         type=int,
         default=8,
-        help="measured rounds of each arm, after one of warm-up; half and a quarter with 32 requests",
+        help="measured rounds of each arm, after one of warm-up; of 32 requests fewer",
     )
     add("--params", type=int, choices=sorted(SHAPES), default=10, help="millions; default: 10")
     add("--chunk-tokens", type=int, default=190)
