@@ -147,24 +147,27 @@ def main(argv: Sequence[str]) -> int:
         model = str(write_random_model(folder / "model", SHAPES[args.params], texts))
         found = chunks(args.chunk_tokens)
         prompt = K * args.chunk_tokens + AROUND
-        crowds = ((CROWD, 0, output, args.rounds // part) for output, part in OUTPUTS.items())
-        for count, common, output, num_rounds in ((TWELVE, COMMON, 2, args.rounds), *crowds):
+        crowds = ((CROWD, 0, output, part) for output, part in OUTPUTS.items())
+        for count, common, output, part in ((TWELVE, COMMON, 2, 1), *crowds):
             take = partial(measure, found=found, count=count, common=common, output=output)
             ample, tight = 2 * CROWD * (prompt + output), FIT * (prompt + output)
             with ExitStack() as servers:
                 start = partial(_server, args, model)
                 first = servers.enter_context(start(ample)).url
-                arms = {
-                    "one by one": _taker(take, first, at_once=False),
-                    "at once": _taker(take, first, at_once=True),
-                }
                 if count == CROWD:
                     second = servers.enter_context(start(tight)).url
                     arms = {
                         "ample": _taker(take, first, at_once=True),
                         "tight": _taker(take, second, at_once=True),
                     }
-                take_rounds(run, {"requests": count, "output": output}, arms, num_rounds)
+                else:
+                    arms = {
+                        "one by one": _taker(take, first, at_once=False),
+                        "at once": _taker(take, first, at_once=True),
+                    }
+                take_rounds(
+                    run, {"requests": count, "output": output}, arms, max(1, args.rounds // part)
+                )
     tell(run)
     return 0
 

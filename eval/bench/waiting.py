@@ -1,10 +1,10 @@
-"""What does a scheduling round take while many requests wait, against stock SGLang's?
+"""What does admission take in a scheduling round while many requests wait, against stock SGLang's?
 
     python -m eval bench waiting [--requests 320] [--waiting 256]
 
 Requests of twelve chunks come at once to a KV pool with room for 28 of them, stock's with the same
-text. Counted are rounds that begin with at least `--waiting`, those in which some are admitted as
-well, in CPU time of the scheduler's thread.
+text. Counted is the CPU time of the scheduler's thread in rounds that begin with at least
+`--waiting` and look at them: once the pool is full, SGLang does not until a request has left.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from eval.bench.round_server import FILE_VAR
-from eval.bench.rounds import by_cell, take_rounds
+from eval.bench.rounds import take_rounds
 from eval.bench.together import AROUND, FIT, K, bodies, chunks
 from eval.data.random_text import WORDS
 from eval.http import post
@@ -33,18 +33,32 @@ from eval.stats import quantile
 from retrieval.command_line import Parser
 
 OUTPUT = 256
-MIN_ROUNDS = 20
+MIN_ROUNDS = 10
 ARMS: dict[str, tuple[str, ...]] = {
     "stock": ("--stock",),
     "fused": ("--reuse", "fused", "--chunkcache-move", "always", *UNAUDITED),
 }
-NOTE = "milliseconds of CPU time a round: mean and p90 of a run's rounds, means of runs"
+NOTE = (
+    "milliseconds of CPU time a round: mean and p90 of a run's rounds, means of runs; admitting:"
+    " rounds in which somebody joined"
+)
 
 
-def rounds_of(text: str, waiting: int) -> list[float]:
-    """Seconds of the rounds that count, of what the server has written."""
+class Round(NamedTuple):
+    """One that counts."""
+
+    seconds: float
+    is_admitting: bool
+
+
+def rounds_of(text: str, waiting: int) -> list[Round]:
+    """Those that count, of what the server has written."""
     rows = (line.split() for line in text.splitlines())
-    return [float(took) for before, _, took in rows if int(before) >= waiting]
+    return [
+        Round(float(took), int(after) < int(before))
+        for before, after, took in rows
+        if int(before) >= waiting
+    ]
 
 
 def measure(
@@ -54,40 +68,33 @@ def measure(
     post(url + "/flush_cache?timeout=30")
     asked = bodies(number, args.requests, found, common=0, output=OUTPUT)
     rounds.write_text("")
-    send = partial(_answer, url) if arm == "stock" else partial(post, f"{url}{ROUTE}")
     with ThreadPoolExecutor(len(asked)) as pool:
-        list(pool.map(send, asked))
-    times = rounds_of(rounds.read_text(), args.waiting)
-    metrics = (
-        {"mean_ms": 1000 * fmean(times), "p90_ms": 1000 * quantile(times, 0.9)} if times else {}
-    )
-    return {"metrics": metrics, "num_rounds": len(times)}
+        list(pool.map(partial(_ask_stock if arm == "stock" else _ask, url), asked))
+    taken = rounds_of(rounds.read_text(), args.waiting)
+    times = [1000 * each.seconds for each in taken]
+    metrics = {"mean_ms": fmean(times), "p90_ms": quantile(times, 0.9)} if times else {}
+    admitting = sum(each.is_admitting for each in taken)
+    return {"metrics": metrics, "num_rounds": len(taken), "num_admitting": admitting}
 
 
 def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
     """A row an arm."""
     rows: list[Row] = []
-    for _, arms in by_cell(samples):
-        means: dict[str, dict[str, float]] = {}
-        for arm, taken in arms.items():
-            told = [one for one in taken if one["num_rounds"] >= MIN_ROUNDS]
-            means[arm] = {
-                name: sum(one["metrics"][name] for one in told) / len(told)
+    taken = [one for one in samples if not one["warm_up"] and one["num_rounds"] >= MIN_ROUNDS]
+    for arm in ARMS:
+        if of_arm := [one for one in taken if one["arm"] == arm]:
+            figures = {
+                name: round(fmean(one["metrics"][name] for one in of_arm), 3)
                 for name in ("mean_ms", "p90_ms")
-                if told
             }
-            counted = sum(one["num_rounds"] for one in taken)
-            figures = {name: round(value, 3) for name, value in means[arm].items()}
-            rows.append({"arm": arm, "runs": len(told), "rounds": counted, **figures})
-        stock = means.get("stock", {})
-        for row in rows:
-            if stock and means[row["arm"]]:
-                row["over stock"] = round(means[row["arm"]]["mean_ms"] - stock["mean_ms"], 3)
-    verdict = [
-        f"{row['arm']}: a round takes {row['over stock']} ms more than stock's."
-        for row in rows
-        if row["arm"] != "stock" and "over stock" in row
-    ]
+            counts = {
+                name: sum(one[f"num_{name}"] for one in of_arm) for name in ("rounds", "admitting")
+            }
+            rows.append({"arm": arm, "runs": len(of_arm), **counts, **figures})
+    verdict = []
+    if len(rows) == len(ARMS):
+        more = rows[1]["mean_ms"] - rows[0]["mean_ms"]
+        verdict = [f"Admission takes {more:.3f} ms a round more than stock's."]
     return {"verdict": verdict, "tables": [table("Rounds with many waiting", rows, NOTE)]}
 
 
@@ -127,11 +134,13 @@ def main(argv: Sequence[str]) -> int:
 
 # Private, in order of use
 
-ROUTE = "/rag/v1/chat/completions"
+
+def _ask(url: str, body: Mapping[str, Any]) -> None:
+    post(f"{url}/rag/v1/chat/completions", body)
 
 
-def _answer(url: str, body: Mapping[str, Any]) -> None:
-    """By stock SGLang, of the same text."""
+def _ask_stock(url: str, body: Mapping[str, Any]) -> None:
+    """The same text."""
     texts = [chunk["text"] for chunk in body["chunks"]]
     (message,) = body["messages"]
     asked = {**message, "content": "\n\n".join([*texts, message["content"]])}

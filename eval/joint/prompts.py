@@ -53,7 +53,7 @@ class Fused:
     prompts: list[Cached]
     """With KV of their own."""
     tokens: int
-    """Of the prompts, also outside blocks, less what is shared without fusing."""
+    """Of the units, also outside blocks."""
     blocks: int
     """Of each layer."""
     shared: list[int]
@@ -64,51 +64,41 @@ class Fused:
 def fuse(prompts: Sequence[Cached], target: Target, over: str) -> Fused:
     """Encode the prompts' blocks together, or those of the one prompt's chunks.
     The prompts stay as they are."""
-    started = time.perf_counter()
     # Every cell encodes the same prompts, so what was computed must stay.
     made = [replace(each, pool=_copied(each.pool)) for each in prompts]
-    units = _units(made, target.block, over)
+    spans = [_spans(made[: number + 1], over) for number in range(len(made))]
+    units = _units(made, spans, target.block, over)
     layers = range(len(made[0].pool.k_buffer))
-    shared = [sum(_num_blocks(units, target.block))] * len(layers)
+    num_blocks = sum(_num_blocks(units, target.block))
+    shared = [num_blocks] * len(layers)
+    started = time.perf_counter()
     # Blocks of one unit are never compared, and `thresholds_for_ratio` needs two units.
     if len(units) > 1:
         shared = [
             _fuse_layer(units, layer, target, u)
             for layer, u in zip(layers, _thresholds(units, target), strict=True)
         ]
-    num_tokens = sum(e - s for n in range(len(made)) for s, e in _own(made[: n + 1], over))
-    num_blocks = sum(_num_blocks(units, target.block))
-    return Fused(made, num_tokens, num_blocks, shared, 1000 * (time.perf_counter() - started))
+    ms = 1000 * (time.perf_counter() - started)
+    num_tokens = sum(end - start for own in spans for start, end in own)
+    return Fused(made, num_tokens, num_blocks, shared, ms)
 
 
 # Private, in order of use
 
-Unit = tuple[Cached, slice]
-"""A prompt's tokens that fill blocks."""
+Unit = tuple[Cached, Tensor]
+"""Positions of a prompt's tokens that fill blocks."""
 
 
 def _copied(pool: Pool) -> Pool:
     return Pool([each.clone() for each in pool.k_buffer], [each.clone() for each in pool.v_buffer])
 
 
-def _units(prompts: Sequence[Cached], block: int, over: str) -> list[Unit]:
-    """Those with a block, by length (remark 4.1)."""
-    found: list[Unit] = []
-    for number, each in enumerate(prompts):
-        # The first piece is the head and the last one the question: neither is a chunk.
-        spans = each.spans[1:-1] if over == "chunks" else _own(prompts[: number + 1], over)
-        for start, end in spans:
-            found.append((each, slice(start, end - (end - start) % block)))
-    return sorted(
-        (unit for unit in found if unit[1].stop > unit[1].start),
-        key=lambda unit: unit[1].stop - unit[1].start,
-    )
-
-
-def _own(prompts: Sequence[Cached], over: str) -> list[tuple[int, int]]:
-    """Spans of the last one that nothing but fusing shares with those before it."""
+def _spans(prompts: Sequence[Cached], over: str) -> list[tuple[int, int]]:
+    """Of the last prompt: its chunks, or what nothing but fusing shares with those before it."""
     *before, last = prompts
-    if over not in ("private", "unshared"):
+    if over == "chunks":  # the first piece is the head and the last one the question
+        return list(last.spans[1:-1])
+    if over == "batch":
         return [(0, last.num_tokens)]
     start, spans = max(map(partial(_num_equal, last), before), default=0), []
     if over == "unshared":
@@ -118,6 +108,18 @@ def _own(prompts: Sequence[Cached], over: str) -> list[tuple[int, int]]:
                 spans.append((start, chunk_start))
                 start = chunk_end
     return [span for span in (*spans, (start, last.num_tokens)) if span[0] < span[1]]
+
+
+def _units(
+    prompts: Sequence[Cached], spans: Sequence[Sequence[tuple[int, int]]], block: int, over: str
+) -> list[Unit]:
+    """Chunks, or prompts, with a block, by length (remark 4.1)."""
+    found: list[Unit] = []
+    for prompt, own in zip(prompts, spans, strict=True):
+        whole = [torch.arange(start, end - (end - start) % block) for start, end in own]
+        parts = whole if over == "chunks" else [torch.cat([*whole, torch.arange(0)])]
+        found += [(prompt, part) for part in parts]
+    return sorted((unit for unit in found if len(unit[1])), key=lambda unit: len(unit[1]))
 
 
 def _text(prompt: Cached, start: int, end: int) -> tuple[int, ...]:
@@ -131,7 +133,7 @@ def _num_equal(one: Cached, other: Cached) -> int:
 
 
 def _num_blocks(units: Sequence[Unit], block: int) -> list[int]:
-    return [(part.stop - part.start) // block for _, part in units]
+    return [len(part) // block for _, part in units]
 
 
 def _read(units: Sequence[Unit], layer: int) -> tuple[Tensor, Tensor]:
@@ -155,7 +157,7 @@ def _fuse_layer(units: Sequence[Unit], layer: int, target: Target, threshold: fl
     # Nothing fuses: `encode` and `decode` would only copy the layer to and fro.
     if threshold >= NEVER:
         return sum(_num_blocks(units, target.block))
-    lens = [part.stop - part.start for _, part in units]
+    lens = [len(part) for _, part in units]
     fused = encode(*_read(units, layer), lens, block_size=target.block, threshold=threshold)
     if not target.rescaled:
         ones = torch.ones_like(fused.key_scales)

@@ -5,7 +5,7 @@ No server: the model runs here. Every question is answered once with full prefil
 cell: its KV is encoded jointly after the prefill (eval/joint), the blocks of
 its chunks (CFF) or those of the prompts of its batch (BFF), by a threshold or a ratio, in blocks of
 some size. `compression` is blocks over shared blocks of all layers and answers, `rows` the KV of
-the prompts, what fills no block included, over what is left of it.
+what is compared, what fills no block included, over what is left of it.
 
 NOTE: an answer's first token is computed before anything is fused, so `kl_first` is 0, and what an
 answer's only token says does not change. KL is the mean over all tokens, the first included.

@@ -4,8 +4,8 @@ load, from what each prefill takes alone (timed.py).
     due ──► waiting ── its prefill, one at a time, in order ──► running ── a step for all ──► done
 
 As in SGLang's loop who waits is prefilled first, as long as the pool has room for prompt and
-answer; else all that run decode a token. Prefills neither share a forward nor stop for a step,
-nothing is retracted.
+answer; else all that run decode a token. Prefills neither share a forward nor stop for a step, KV
+that the tree shares takes its room once a request, and nothing is retracted.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from eval.serve.workload import Load, arrivals
 from eval.stats import quantile
 
 Step = Callable[[int, int], float]
-"""Requests and tokens in the pool -> seconds until each has one token more."""
+"""Requests, and tokens that they read -> seconds until each has one token more."""
 
 
 class Job(NamedTuple):
@@ -44,27 +44,27 @@ def served(
     given = arrivals(load, [None] * len(jobs), seed=seed)
     due = [0.0] * min(load.clients, len(jobs)) if given is None else given
     waiting, running = deque[int](), dict[int, int]()  # request -> tokens of its answer to come
-    ttft, now, num_tokens, num_done = [0.0] * len(jobs), 0.0, 0, 0
+    ttft, now, num_reserved, num_done = [0.0] * len(jobs), 0.0, 0, 0
     num_due = 0
     while num_done < len(jobs):
         while num_due < len(due) and due[num_due] <= now:
             waiting.append(num_due)
             num_due += 1
         size = jobs[waiting[0]].prompt + jobs[waiting[0]].answer if waiting else 0
-        if waiting and (not running or num_tokens + size <= room):
+        if waiting and (not running or num_reserved + size <= room):
             number = waiting.popleft()
             now += jobs[number].prefill_s
             ttft[number] = now - due[number]
             running[number] = jobs[number].answer - 1
-            num_tokens += size
+            num_reserved += size
         elif running:
-            now += step(len(running), num_tokens)
+            now += step(len(running), num_reserved - sum(running.values()))
             running = {number: left - 1 for number, left in running.items()}
         else:
             now = due[num_due]
         for number in [number for number, left in running.items() if left <= 0]:
             del running[number]
-            num_tokens -= jobs[number].prompt + jobs[number].answer
+            num_reserved -= jobs[number].prompt + jobs[number].answer
             num_done += 1
             if given is None and len(due) < len(jobs):
                 due.append(now)

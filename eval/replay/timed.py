@@ -202,7 +202,8 @@ class TimedArm:
             }
             self._counts = [0] * len(count)
         answer = max(1, request.output_tokens or self._options.output_tokens)
-        self._jobs.append(Job(self._replay.ttft_s, count.tokens, answer))
+        question = request.question_tokens or QUESTION_TOKENS
+        self._jobs.append(Job(self._replay.ttft_s, count.tokens + question, answer))
         self._counts = [a + b for a, b in zip(self._counts, count, strict=True)]
 
     @property
@@ -283,8 +284,9 @@ def check_timed(options: argparse.Namespace, facts: TraceFacts) -> None:
         raise CommandError("--disk-gbps must be over 0")
     if min([1, options.output_tokens, *options.clients, *options.rates]) <= 0:
         raise CommandError("--clients, --rates and --output-tokens must be over 0")
-    if options.arrivals and loads_of(options):
-        raise CommandError("--arrivals has the trace's load: give neither --clients nor --rates")
+    if loads_of(options) and (options.arrivals or options.disk_gbps is not None):
+        # a wait for a disk would hold up all that decode, which it does not on a server
+        raise CommandError("--clients and --rates go neither with --arrivals nor with --disk-gbps")
 
 
 def summarize_timed(

@@ -2,7 +2,8 @@
 object per line.
 
     parent -> {"ids": ["c7", "c2"], "conversation": null}   child -> {"ids": ["c2", "c7"],
-                                                            "version": "0.5.0"}, [] if it fails
+                                                            "version": "0.5.0"}; no ids if
+                                                            it fails
 
 A child process is used because ContextPilot's packages may conflict with ours (so it may run in
 another Python), and because it prints to stdout. A request on which it fails keeps the retriever's

@@ -12,7 +12,11 @@ os.dup2(2, 1)  # ContextPilot prints to stdout
 from contextpilot.server.live_index import ContextPilot  # noqa: E402
 
 pilot = ContextPilot(use_gpu=False)
-version = metadata.version("contextpilot")
+version: str | None
+try:
+    version = metadata.version("contextpilot")
+except metadata.PackageNotFoundError:  # a checkout
+    version = None
 for line in sys.stdin:
     question = json.loads(line)
     try:

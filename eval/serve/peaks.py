@@ -1,17 +1,18 @@
 """What a server has in use at most while a block is measured: requests at once, and tokens and rows
-of its KV pool. Asked of all arms alike, again and again, so times of such a run have that in them.
+of its KV pool, of requests alone. Asked again and again, so times of such a run have that in them.
 
-    held by requests   tokens: what SGLang counts; rows: fewer where one copy of a chunk serves
-                       several of them
+    tokens   in SGLang's pool; with one copy of a chunk in virtual slots
+    rows     fewer than tokens where one copy of a chunk serves several of them
 """
 
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from statistics import fmean
-from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -28,20 +29,21 @@ POLL_S = 0.05
 @contextmanager
 def peaks(url: str) -> Iterator[dict[str, float]]:
     """Once it is left: the most of `running`, `tokens` and, with one copy of a chunk, `rows`, and
-    how many were `retracted`.
+    how many were `retracted`; what the server has not told is not there.
 
     Raises CommandError on entering if the server counts nothing.
     """
     most: dict[str, float] = {}
     stop = threading.Event()
+    before = _counted(url).get(RETRACTED, 0)
+    look = partial(_in_use, url, has_rows=bool(_one_copy(url)))
 
     def poll() -> None:
         while not stop.wait(POLL_S):
             with suppress(CommandError):  # a server that is gone is told by its requests
-                for name, value in _in_use(url).items():
+                for name, value in look().items():
                     most[name] = max(most.get(name, 0), value)
 
-    before = _counted(url).get(RETRACTED, 0)
     polling = threading.Thread(target=poll)
     polling.start()
     try:
@@ -49,31 +51,50 @@ def peaks(url: str) -> Iterator[dict[str, float]]:
     finally:
         stop.set()
         polling.join()
-    most["retracted"] = _counted(url).get(RETRACTED, 0) - before
+    with suppress(CommandError):
+        most["retracted"] = _counted(url).get(RETRACTED, 0) - before
 
 
 def over_blocks(found: Sequence[Mapping[str, float]]) -> dict[str, float] | None:
     """Means of the blocks' peaks, and all that were retracted; None without any."""
     if not found:
         return None
-    names = [name for name in ("running", "tokens", "rows") if name in found[0]]
-    mean = {name: fmean(each.get(name, 0) for each in found) for name in names}
-    return {**mean, "retracted": sum(each["retracted"] for each in found)}
+    told = {
+        name: [each[name] for each in found if name in each]
+        for name in ("running", "tokens", "rows", "retracted")
+    }
+    return {
+        name: sum(values) if name == "retracted" else fmean(values)
+        for name, values in told.items()
+        if values
+    }
 
 
 # Private, in order of use
 
 
-def _in_use(url: str) -> dict[str, float]:
+def _in_use(url: str, *, has_rows: bool) -> dict[str, float]:
     counted = _counted(url)
-    held: dict[str, Any] = {name: counted.get(gauge) for name, gauge in GAUGES.items()}
-    with suppress(CommandError):  # stock has none
+    held = {name: counted[gauge] for name, gauge in GAUGES.items() if gauge in counted}
+    # SGLang's gauge counts rows there
+    rows = _one_copy(url) if has_rows else {}
+    return {**held, **({"tokens": rows["held_slots"], "rows": rows["held_rows"]} if rows else {})}
+
+
+def _one_copy(url: str) -> dict[str, float]:
+    """Of the first rank; {} where no chunk has one copy."""
+    with suppress(CommandError):  # stock has no such route
         for rank in get(url + "/chunkcache/stats", timeout_s=5)["ranks"][:1]:
-            held["rows"] = rank.get("moves", {}).get("one_copy", {}).get("held")
-    return {name: value for name, value in held.items() if value is not None}
+            return dict(rank.get("moves", {}).get("one_copy", {}))
+    return {}
 
 
 def _counted(url: str) -> dict[str, float]:
-    text = get(url + "/metrics", timeout_s=5).get("text", "")
-    families = text_string_to_metric_families(text)
-    return {sample.name: sample.value for family in families for sample in family.samples}
+    """Of all ranks; priorities have counts of their own beside the sum."""
+    text = get(url + "/metrics", timeout_s=30).get("text", "")
+    found = defaultdict[str, float](float)
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            if not sample.labels.get("priority"):
+                found[sample.name] += sample.value
+    return dict(found)

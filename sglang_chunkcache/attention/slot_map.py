@@ -104,6 +104,11 @@ class SlotMap:
         return self.num_rows - self._num_unused
 
     @property
+    def num_held(self) -> tuple[int, int]:
+        """Rows and slots that may not be evicted. Reads a table."""
+        return self.num_used - self.num_evictable, int(self._is_held.sum())
+
+    @property
     def num_saved(self) -> int:
         """Rows more that the mapped slots would take if each had its own."""
         return self.num_mapped - self.num_used

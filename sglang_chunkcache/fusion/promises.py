@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from sglang_chunkcache.fusion.outcome import outcome_of
 from sglang_chunkcache.fusion.tail import tails_of
 from sglang_chunkcache.scheduler.chunk_key import Fused
 from sglang_chunkcache.scheduler.host_slots import HostSlots
-from sglang_chunkcache.scheduler.node import state, up_from
+from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.stages import MOVE, is_traced, traced
 from sglang_chunkcache.scheduler.waiting import Reason
 from sglang_chunkcache.wire.report import Fallback
@@ -97,7 +97,8 @@ class Promises:
             missing = self._tree.num_missing(num_tokens + num_computed, num_rows + num_computed)
             slots = None if missing > 0 else self._allocate(plan, num_rows, taken)
             if slots is None:
-                fits = self._fits_alone([node, *sources], num_rows + num_computed)
+                num_slots, num_rows = num_tokens + num_computed, num_rows + num_computed
+                fits = self._tree.fits_alone([node, *sources], num_slots, num_rows)
                 if not (fits and self._tree.line.for_room(req, missing)):
                     outcome.declined.append(Fallback.NO_ROOM)
                 return None
@@ -168,12 +169,6 @@ class Promises:
     def _lock(self, node: TreeNode, until: ExitStack) -> None:
         self._tree.inc_lock_ref(node)
         until.callback(self._tree.dec_lock_ref, node)
-
-    def _fits_alone(self, locked: Iterable[TreeNode], num_rows: int) -> bool:
-        """Whether there is room once nothing else runs."""
-        nodes = {each.id: each for node in locked for each in up_from(node)}
-        capacity: int = self._tree.token_to_kv_pool_allocator.size
-        return num_rows + self._tree.num_rows(list(nodes.values())) <= capacity
 
     def _allocate(self, plan: ReusePlan, num_rows: int, taken: ExitStack) -> torch.Tensor | None:
         """Slots, evicting if need be; an exception on the way out of `taken` frees them. With

@@ -91,9 +91,11 @@ class Sharing:
     def stats(self) -> dict[str, int]:
         """Rows of the pool, and virtual slots: now."""
         slot_map = self._slot_map
+        held_rows, held_slots = slot_map.num_held
         return {
             "rows": slot_map.num_used,
-            "held": slot_map.num_used - slot_map.num_evictable,
+            "held_rows": held_rows,
+            "held_slots": held_slots,
             "saved": slot_map.num_saved,
             "reserved": slot_map.num_reserved,
             "slots": slot_map.num_mapped,

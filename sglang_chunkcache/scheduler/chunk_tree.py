@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -32,7 +32,7 @@ from sglang_chunkcache.scheduler.chunk_events import ChunkEvents
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.event_log import EventLog
 from sglang_chunkcache.scheduler.eviction import PromotedFirst, ReusedLonger
-from sglang_chunkcache.scheduler.node import HostNode, facts, identity_of, up_from
+from sglang_chunkcache.scheduler.node import HostNode, facts, identity_of, paths, up_from
 from sglang_chunkcache.scheduler.waiting import WaitingLine
 from sglang_chunkcache.wire.events import Evicted, Inserted, Moved
 from sglang_chunkcache.wire.spans import RequestSpans
@@ -77,9 +77,10 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         rows, except with one copy of a chunk (one_copy.py)."""
         return num_slots - self.num_idle()
 
-    def num_rows(self, nodes: Sequence[TreeNode]) -> int:
-        """Of the KV pool, that these nodes take."""
-        return sum(len(node.key) for node in nodes)
+    def fits_alone(self, held: Iterable[TreeNode], num_slots: int, num_rows: int) -> bool:
+        """Whether so many can be had once nothing else runs than who holds these nodes."""
+        num_held = sum(len(node.key) for node in paths(held))
+        return num_slots + num_held <= int(self.token_to_kv_pool_allocator.size)
 
     def make_room(self, num_slots: int, num_rows: int | None = None) -> None:
         """Evict until so many slots, and rows, are free, or nothing is left to evict."""

@@ -3,7 +3,7 @@ first read by `facts` and `state`. Nothing else of ours is an attribute of their
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -118,6 +118,11 @@ def up_from(node: TreeNode) -> Iterator[TreeNode]:
     while node.parent is not None:
         yield node
         node = node.parent
+
+
+def paths(nodes: Iterable[TreeNode]) -> list[TreeNode]:
+    """The nodes and all above them, each once, but the root."""
+    return list({each.id: each for node in nodes for each in up_from(node)}.values())
 
 
 def joined(values: Sequence[Tensor]) -> Tensor:

@@ -10,7 +10,7 @@ means it, so what is evicted may free fewer than it has: eviction goes on until 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from sglang_chunkcache.attention.slot_map import SlotMap
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
-from sglang_chunkcache.scheduler.node import joined, up_from
+from sglang_chunkcache.scheduler.node import joined, paths, up_from
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -46,8 +46,14 @@ class OneCopyRadixCache(ChunkRadixCache):
         idle_slots, idle_rows = self._idle()
         return max(num_slots - idle_slots, num_rows - idle_rows)
 
-    def num_rows(self, nodes: Sequence[TreeNode]) -> int:
-        return len(torch.unique(self._slot_map.rows(_slots(nodes)))) if nodes else 0
+    def fits_alone(self, held: Iterable[TreeNode], num_slots: int, num_rows: int) -> bool:
+        nodes, slot_map = paths(held), self._slot_map
+        slots = _slots(nodes) if nodes else torch.empty(0, dtype=torch.int64)
+        num_held = len(torch.unique(slot_map.rows(slots)))
+        return (
+            num_slots + len(slots) <= slot_map.num_slots
+            and num_rows + num_held <= slot_map.num_rows
+        )
 
     def make_room(self, num_slots: int, num_rows: int | None = None) -> None:
         self._evict_for(num_slots, num_slots if num_rows is None else num_rows)

@@ -180,7 +180,14 @@ class FakeEndpoint:
         store = {**counts, "max_bytes": 1000, "max_entries": 100, "token_bytes": 1}
         rank: dict[str, Any] = {"gate": {"passed": True}, "store": store}
         if self.has_tiers:
-            rank |= {"moves": {"one_copy": {"held": 4 * self.num_in_flight}}}
+            rank |= {
+                "moves": {
+                    "one_copy": {
+                        "held_rows": 4 * self.num_in_flight,
+                        "held_slots": 7 * self.num_in_flight,
+                    }
+                }
+            }
             rank |= {"host": {"tokens": 7}, "storage": {"queue": self.num_waiting}}
         return web.json_response({"ranks": [rank], "reuse": "fused"})
 

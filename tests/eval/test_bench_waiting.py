@@ -8,41 +8,49 @@ from typing import Any
 
 import pytest
 
-from eval.bench import waiting
-from eval.bench.round_server import install
-from eval.bench.together import chunks
+from eval.bench import round_server, waiting
+from eval.bench.together import bodies, chunks
 from eval.bench.waiting import measure, rounds_of, summarize
 
 WRITTEN = "300 299 0.002000\n299 299 0.004000\n200 199 9.000000\n"
 
 
 def test_rounds_of_a_crowd_count() -> None:
-    assert rounds_of(WRITTEN, 256) == [0.002, 0.004]
-    assert rounds_of(WRITTEN, 300) == [0.002]
+    assert rounds_of(WRITTEN, 256) == [(0.002, True), (0.004, False)]
+    assert rounds_of(WRITTEN, 300) == [(0.002, True)]
 
 
-def test_each_round_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In which requests wait: how many before it and after it."""
+def test_rounds_that_look_at_the_queue_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """How many wait before and after, and the thread's seconds."""
     from sglang.srt.managers.scheduler import Scheduler
 
-    def admit(scheduler: Any, running: str) -> str:
-        scheduler.waiting_queue.pop()
-        return running
+    def admit(scheduler: Any, running_batch: Any) -> Any:
+        scheduler.waiting_queue = scheduler.waiting_queue[1:]
+        return running_batch
 
+    times = iter([7.0, 7.25, 8.0, 8.5, 1.0, 2.0, 3.0, 4.0])
+    monkeypatch.setattr(round_server, "thread_time", lambda: next(times))
     monkeypatch.setattr(Scheduler, "get_new_batch_prefill", admit)
-    install(tmp_path / "rounds")
-    scheduler: Any = SimpleNamespace(waiting_queue=[1, 2])
-    assert Scheduler.get_new_batch_prefill(scheduler, "batch") == "batch"
-    (line,) = (tmp_path / "rounds").read_text().splitlines()
-    assert line.split()[:2] == ["2", "1"]
-    assert 0 <= float(line.split()[2]) < 60
+    round_server.install(path := tmp_path / "rounds")
+    for is_full, is_empty, queue in (
+        (False, False, [1, 2]),
+        (True, True, [1, 2, 3]),  # SGLang opens an empty batch
+        (True, False, [1, 2]),
+        (False, False, []),
+    ):
+        batch = SimpleNamespace(batch_is_full=is_full, is_empty=lambda is_empty=is_empty: is_empty)
+        scheduler: Any = SimpleNamespace(waiting_queue=queue)
+        assert Scheduler.get_new_batch_prefill(scheduler, batch) is batch
+    assert path.read_text() == "2 1 0.250000\n3 2 0.500000\n"
 
 
 @pytest.mark.parametrize("arm", sorted(waiting.ARMS))
 def test_arms_are_asked_the_same_text(
     arm: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked, rounds = list[tuple[str, Any]](), tmp_path / "rounds"
+    asked, rounds, found = list[tuple[str, Any]](), tmp_path / "rounds", chunks(2)
 
     def post(url: str, body: Any = None) -> dict[str, Any]:
         if body is not None:
@@ -52,13 +60,22 @@ def test_arms_are_asked_the_same_text(
 
     monkeypatch.setattr(waiting, "post", post)
     args = SimpleNamespace(requests=3, waiting=256)
-    taken = measure("http://x", rounds, arm, chunks(2), 1, args=args)
-    assert taken == {"metrics": {"mean_ms": 3.0, "p90_ms": pytest.approx(3.8)}, "num_rounds": 2}
-    assert len(asked) == 3
-    for url, body in asked:
-        assert url.endswith("/v1/chat/completions")
-        assert ("/rag/" in url) == ("chunks" in body) == (arm != "stock")
-        assert ("reuse" in body) == (arm == "fused")
+    taken = measure("http://x", rounds, arm, found, 1, args=args)
+    assert taken["metrics"] == {"mean_ms": 3.0, "p90_ms": pytest.approx(3.8)}
+    assert (taken["num_rounds"], taken["num_admitting"]) == (2, 1)
+    expected = bodies(1, 3, found, common=0, output=waiting.OUTPUT)
+    asked.sort(key=lambda each: str(each[1]["messages"][0]["content"].split()[-12:]))
+    expected.sort(key=lambda body: str(body["messages"][0]["content"].split()[-12:]))
+    if arm == "fused":
+        assert asked == [("http://x/rag/v1/chat/completions", body) for body in expected]
+        return
+    texts = [
+        "\n\n".join([*(c["text"] for c in body["chunks"]), body["messages"][0]["content"]])
+        for body in expected
+    ]
+    assert [body["messages"][0]["content"] for _, body in asked] == texts
+    assert {url for url, _ in asked} == {"http://x/v1/chat/completions"}
+    assert all(body["max_tokens"] == waiting.OUTPUT and body["ignore_eos"] for _, body in asked)
 
 
 def test_rounds_are_compared_with_stocks() -> None:
@@ -70,6 +87,7 @@ def test_rounds_are_compared_with_stocks() -> None:
             "warm_up": not number,
             "metrics": {"mean_ms": mean if number else 99.0, "p90_ms": 2 * mean},
             "num_rounds": 50,
+            "num_admitting": 20,
         }
         for number in range(3)
         for arm, mean in (("stock", 1.0), ("fused", 1.5))
@@ -77,4 +95,6 @@ def test_rounds_are_compared_with_stocks() -> None:
     found = summarize(samples)
     stock, fused = found["tables"][0]["rows"]
     assert (stock["mean_ms"], fused["mean_ms"], fused["rounds"]) == (1.0, 1.5, 100)
-    assert found["verdict"] == ["fused: a round takes 0.5 ms more than stock's."]
+    assert fused["admitting"] == 40
+    assert found["verdict"] == ["Admission takes 0.500 ms a round more than stock's."]
+    assert summarize([{**one, "num_rounds": 2} for one in samples])["verdict"] == []

@@ -38,7 +38,7 @@ def test_a_step_is_given_what_runs() -> None:
         return STEP
 
     served([Job(1.0, 10, 2), Job(1.0, 20, 3)], Load(clients=2), step, room=100, seed=0)
-    assert asked == [(2, 35), (1, 23)]
+    assert asked == [(2, 32), (1, 22)], "prompts and the tokens that are there"
 
 
 def test_poisson_arrivals_are_those_of_a_measured_load() -> None:

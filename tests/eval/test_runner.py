@@ -264,12 +264,12 @@ def test_each_block_has_its_peak(endpoints: Endpoints, tmp_path: Path) -> None:
         arm: [s["pool"] for s in run.samples if s["arm"] == arm and "pool" in s]
         for arm in ("stock-lpm", "ours")
     }
-    assert pools["ours"] == 2 * [{"running": 2, "tokens": 18, "rows": 8, "retracted": 0}]
+    assert pools["ours"] == 2 * [{"running": 2, "tokens": 14, "rows": 8, "retracted": 0}]
     for pool in pools["stock-lpm"]:
         assert (pool["running"], pool["tokens"], "rows" in pool) == (2, 18, False)
         assert pool["retracted"] > 2
     rows = {row["arm"]: row["pool"] for row in cell_rows(run.samples)}
-    assert rows["ours"] == {"running": 2, "tokens": 18, "rows": 8, "retracted": 0}
+    assert rows["ours"] == {"running": 2, "tokens": 14, "rows": 8, "retracted": 0}
     assert rows["stock-lpm"]["retracted"] == sum(pool["retracted"] for pool in pools["stock-lpm"])
 
 

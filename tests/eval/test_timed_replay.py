@@ -87,7 +87,8 @@ def test_load_is_that_of_the_times_alone(
         assert rare["mean_s"] == pytest.approx(found[arm]["mean_s"])
         assert crowd["mean_s"] == pytest.approx(2.5 * alone["mean_s"], rel=0.2)
         assert crowd["requests_per_s"] == pytest.approx(1 / alone["mean_s"])
-    for wrong in (("--clients", "0"), ("--arrivals", "--rates", "1")):
+    rate = ("--rates", "1")
+    for wrong in (("--clients", "0"), ("--arrivals", *rate), ("--disk-gbps", "7", *rate)):
         with pytest.raises(CommandError, match="--clients"):
             arms(tmp_path / wrong[0], capsys, "h100", *wrong)
 

@@ -100,6 +100,8 @@ def test_equals_sets_over_random_walks(seed: int) -> None:
         assert mine.num_used == naive.num_used()
         assert mine.num_evictable == naive.num_evictable()
         assert mine.num_saved == len(naive.box) - naive.num_used()
+        held_rows = len({naive.box[slot] for slot in naive.held})
+        assert mine.num_held == (held_rows, len(naive.held))
         shared = mine.is_shared(tensor(sorted(naive.box))).tolist()
         assert shared == [slot in naive.shared for slot in sorted(naive.box)]
     assert refused["assign"]

@@ -326,7 +326,8 @@ class FuserMachine(RuleBasedStateMachine):
         has_rows = self.scheduler.fusion_pass.sharing is not None
         free = allocator.slot_map.num_free if has_rows else allocator.available_size()
         nodes = [node for _, node in walk(self.scheduler.cache)]
-        assert self.scheduler.cache.num_rows(nodes) == capacity - free
+        assert self.scheduler.cache.fits_alone(nodes, 0 if has_rows else free, free)
+        assert not self.scheduler.cache.fits_alone(nodes, 0 if has_rows else free + 1, free + 1)
         self.scheduler.evict(capacity)
         assert self.scheduler.allocator.available_size() == capacity
         assert self.scheduler.cache.stats()["sources"] == 0
