@@ -39,7 +39,7 @@ BENCHES = {
         "eval.bench.together",
         "what fused requests compute that come at once, with room for all and without",
     ),
-    "waiting": ("eval.bench.waiting", "admission in a scheduling round while many requests wait"),
+    "waiting": ("eval.bench.waiting", "a scheduling round while many requests wait"),
     "relocate": ("eval.bench.relocate", "rate of moving KV against the device's copy rate"),
     "attention": (
         "eval.bench.attention.command",

@@ -2,9 +2,9 @@
 
     python -m eval.bench.round_server [--stock] [any flag of the server]
 
-A line a round in which the queue is looked at, to the file that `FILE_VAR` names: how many waited
-before and after, and its CPU time in seconds. It is not while SGLang knows that the running batch
-is full. SGLang's processes import the main module again, so that the scheduler is patched as well.
+A line a round in which requests wait, to the file that `FILE_VAR` names: how many waited before
+and after, and its CPU time in seconds. SGLang's processes import the main module again, so that the
+scheduler is patched as well.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ def install(path: Path) -> None:
     admit: Any = Scheduler.get_new_batch_prefill
 
     def timed(scheduler: Any, running_batch: Any) -> Any:
-        is_full = running_batch.batch_is_full and not running_batch.is_empty()
         before, begun = len(scheduler.waiting_queue), thread_time()
         result = admit(scheduler, running_batch)
         took = thread_time() - begun
-        if before and not is_full:
+        if before:
             with path.open("a", encoding="ascii") as file:
                 print(before, len(scheduler.waiting_queue), f"{took:.6f}", file=file)
         return result

@@ -16,33 +16,27 @@ WRITTEN = "300 299 0.002000\n299 299 0.004000\n200 199 9.000000\n"
 
 
 def test_rounds_of_a_crowd_count() -> None:
-    assert rounds_of(WRITTEN, 256) == [(0.002, True), (0.004, False)]
-    assert rounds_of(WRITTEN, 300) == [(0.002, True)]
+    assert rounds_of(WRITTEN, 256) == [(0.002, 1), (0.004, 0)]
+    assert rounds_of(WRITTEN, 300) == [(0.002, 1)]
 
 
-def test_rounds_that_look_at_the_queue_are_written(
+def test_rounds_in_which_requests_wait_are_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """How many wait before and after, and the thread's seconds."""
+    """How many before and after, and the thread's seconds."""
     from sglang.srt.managers.scheduler import Scheduler
 
     def admit(scheduler: Any, running_batch: Any) -> Any:
         scheduler.waiting_queue = scheduler.waiting_queue[1:]
         return running_batch
 
-    times = iter([7.0, 7.25, 8.0, 8.5, 1.0, 2.0, 3.0, 4.0])
+    times = iter([7.0, 7.25, 8.0, 8.5, 1.0, 2.0])
     monkeypatch.setattr(round_server, "thread_time", lambda: next(times))
     monkeypatch.setattr(Scheduler, "get_new_batch_prefill", admit)
     round_server.install(path := tmp_path / "rounds")
-    for is_full, is_empty, queue in (
-        (False, False, [1, 2]),
-        (True, True, [1, 2, 3]),  # SGLang opens an empty batch
-        (True, False, [1, 2]),
-        (False, False, []),
-    ):
-        batch = SimpleNamespace(batch_is_full=is_full, is_empty=lambda is_empty=is_empty: is_empty)
+    for queue in ([1, 2], [1, 2, 3], []):
         scheduler: Any = SimpleNamespace(waiting_queue=queue)
-        assert Scheduler.get_new_batch_prefill(scheduler, batch) is batch
+        assert Scheduler.get_new_batch_prefill(scheduler, path) is path
     assert path.read_text() == "2 1 0.250000\n3 2 0.500000\n"
 
 
@@ -61,8 +55,8 @@ def test_arms_are_asked_the_same_text(
     monkeypatch.setattr(waiting, "post", post)
     args = SimpleNamespace(requests=3, waiting=256)
     taken = measure("http://x", rounds, arm, found, 1, args=args)
-    assert taken["metrics"] == {"mean_ms": 3.0, "p90_ms": pytest.approx(3.8)}
-    assert (taken["num_rounds"], taken["num_admitting"]) == (2, 1)
+    assert taken["metrics"] == {"round_ms": 3.0, "admitted_ms": 6.0}
+    assert (taken["num_rounds"], taken["num_admitted"]) == (2, 1)
     expected = bodies(1, 3, found, common=0, output=waiting.OUTPUT)
     asked.sort(key=lambda each: str(each[1]["messages"][0]["content"].split()[-12:]))
     expected.sort(key=lambda body: str(body["messages"][0]["content"].split()[-12:]))
@@ -85,16 +79,16 @@ def test_rounds_are_compared_with_stocks() -> None:
             "cell": {"waiting": 256},
             "request": str(number),
             "warm_up": not number,
-            "metrics": {"mean_ms": mean if number else 99.0, "p90_ms": 2 * mean},
+            "metrics": {"round_ms": mean if number else 99.0, "admitted_ms": 4 * mean},
             "num_rounds": 50,
-            "num_admitting": 20,
+            "num_admitted": 20,
         }
         for number in range(3)
         for arm, mean in (("stock", 1.0), ("fused", 1.5))
     ]
     found = summarize(samples)
     stock, fused = found["tables"][0]["rows"]
-    assert (stock["mean_ms"], fused["mean_ms"], fused["rounds"]) == (1.0, 1.5, 100)
-    assert fused["admitting"] == 40
-    assert found["verdict"] == ["Admission takes 0.500 ms a round more than stock's."]
-    assert summarize([{**one, "num_rounds": 2} for one in samples])["verdict"] == []
+    assert (stock["round_ms"], fused["round_ms"], fused["rounds"]) == (1.0, 1.5, 100)
+    assert (fused["admitted"], fused["admitted_ms"]) == (40, 6.0)
+    assert found["verdict"] == ["A round takes 0.5 ms more than stock's, a request 2.0 ms more."]
+    assert summarize([{**one, "num_admitted": 0} for one in samples])["verdict"] == []
