@@ -55,7 +55,7 @@ def bodies(
 ) -> list[dict[str, Any]]:
     """The requests of a round, equal for its arms. `common`: chunks that each one begins with."""
     rng = random.Random(number)
-    fused = {"reuse": {"mode": "fused", "selector": "query", "ratio": 0.15}, "order": "retriever"}
+    fused = {"reuse": {"mode": "fused", "selector": "query", "ratio": 0.15}}
     return [
         _body(
             [*found[:common], *rng.sample(found[common:], K - common)],
