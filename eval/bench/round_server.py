@@ -10,8 +10,8 @@ scheduler is patched as well.
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
+from runpy import run_module
 from time import thread_time
 from typing import Any
 
@@ -37,9 +37,9 @@ def install(path: Path) -> None:
 
 
 if __name__ in ("__main__", "__mp_main__"):
-    # first: defines the operators without which nothing of SGLang is imported
-    from sglang_chunkcache import launch_server
+    from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 
+    define_torchvision_ops()  # without which nothing of SGLang is imported on a CPU build
     install(Path(os.environ[FILE_VAR]))
 if __name__ == "__main__":
-    launch_server.main(sys.argv[1:])
+    run_module("sglang_chunkcache.launch_server", run_name="__main__")
