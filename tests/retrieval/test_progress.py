@@ -6,6 +6,7 @@ import os
 import pty
 import sys
 import termios
+from contextlib import suppress
 
 import pytest
 
@@ -25,9 +26,12 @@ def drawn(*, shown_s: float, monkeypatch: pytest.MonkeyPatch) -> str:
             report("train", 0, None)
             report("add", 1, 2)
             report("add", 2, 2)
-        shown = os.read(terminal, 65536).decode()
+    shown = b""
+    with suppress(OSError):  # the end, once all is read
+        while part := os.read(terminal, 65536):
+            shown += part
     os.close(terminal)
-    return shown
+    return shown.decode()
 
 
 def test_bars_are_drawn_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -322,7 +322,8 @@ def test_planning_has_no_loop_over_queries_or_keys(with_gaps: bool) -> None:
         if with_gaps:
             keys = torch.arange(num_keys) + torch.arange(num_keys) // 100
             requests = [SparseRequest(each.positions, keys, keys) for each in requests]
-        return lines_run(lambda: plan_sparse(requests))
+        # the least: collecting garbage runs lines of others
+        return min(lines_run(lambda: plan_sparse(requests)) for _ in range(3))
 
     assert num_lines(5000, 32768) == num_lines(500, 4096) < 1000
 
