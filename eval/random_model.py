@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from eval.data.random_text import WORDS
 from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 
 CHAT_TEMPLATE = (
@@ -66,3 +67,8 @@ def write_random_model(out: Path, shape: Shape, texts: Iterable[str], *, seed: i
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(out)
     return out
+
+
+def write_words_model(out: Path, shape: Shape) -> str:
+    """One whose tokenizer knows `random_text`'s words; returns `out`."""
+    return str(write_random_model(out, shape, [" ".join(WORDS)] * 50))

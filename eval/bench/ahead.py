@@ -44,10 +44,10 @@ from typing import Any
 from eval.bench.rounds import by_cell, take_rounds, told_ratio
 from eval.bench.storage import POLL_S, SYSTEM
 from eval.bench.tiers import PROMPTS, mib_of
-from eval.data.random_text import WORDS, random_text
+from eval.data.random_text import random_text
 from eval.http import get, post
 from eval.outcome import Row, add_out_option, open_run, table, tell
-from eval.random_model import SHAPES, write_random_model
+from eval.random_model import SHAPES, write_words_model
 from eval.run import Sample
 from eval.serve import arms as serve_arms
 from eval.server import Server
@@ -226,7 +226,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parse(argv)
     with open_run("ahead", args, summarize, without=("logs",)) as run, ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = str(write_random_model(folder, SHAPES[args.params], [" ".join(WORDS)] * 50))
+        model = write_words_model(folder, SHAPES[args.params])
         for tokens in args.tokens:
             prompts = _prompts(tokens, args)
             for name, arms in PARTS.items():

@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from eval.bench.rounds import by_cell, take_rounds, told_ratio
-from eval.data.random_text import WORDS, random_text
+from eval.data.random_text import random_text
 from eval.errors import CommandError
 from eval.http import post
 from eval.outcome import Row, add_out_option, open_run, table, tell
-from eval.random_model import SHAPES, write_random_model
+from eval.random_model import SHAPES, write_words_model
 from eval.run import Sample
 from eval.serve import arms as serve_arms
 from eval.server import Server
@@ -139,7 +139,7 @@ def main(argv: Sequence[str]) -> int:
     with open_run("preprocess", args, summarize, without=("logs",)) as run, ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         shape = replace(SHAPES[args.params], layers=args.layers)
-        model = str(write_random_model(folder / "model", shape, [" ".join(WORDS)] * 50))
+        model = write_words_model(folder / "model", shape)
         blocks = Blocks(stack.enter_context(_server(args, model, folder)).url, args, folder)
         cell = {"chunk_tokens": args.chunk_tokens, "neighbors": args.neighbors}
         take_rounds(

@@ -48,7 +48,7 @@ from eval.data.random_text import WORDS, random_text
 from eval.errors import CommandError
 from eval.http import get, post
 from eval.outcome import add_out_option, open_run, tell
-from eval.random_model import SHAPES, write_random_model
+from eval.random_model import SHAPES, write_words_model
 from eval.run import Sample
 from eval.serve import arms as serve_arms
 from eval.serve.client import open_session, send
@@ -333,7 +333,7 @@ def main(argv: Sequence[str]) -> int:
         model = args.model_path
         if model is None:
             folder = stack.enter_context(tempfile.TemporaryDirectory())
-            model = str(write_random_model(Path(folder), SHAPES[100], [" ".join(WORDS)] * 50))
+            model = write_words_model(Path(folder), SHAPES[100])
         names = ["ours", *(["stock"] if args.stock else [])]
         urls = {name: stack.enter_context(_server(args, name, model)).url for name in names}
         runner = stack.enter_context(asyncio.Runner())

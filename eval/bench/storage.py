@@ -38,7 +38,7 @@ from eval.data.random_text import WORDS, random_text
 from eval.errors import CommandError
 from eval.http import get, post
 from eval.outcome import Row, add_out_option, interval, open_run, table, tell
-from eval.random_model import SHAPES, write_random_model
+from eval.random_model import SHAPES, write_words_model
 from eval.run import Sample
 from eval.serve import arms as serve_arms
 from eval.serve.client import open_session, send
@@ -184,9 +184,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parse(argv)
     with open_run("storage", args, summarize, without=("logs",)) as run, ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = args.model_path or str(
-            write_random_model(folder, SHAPES[args.params], [" ".join(WORDS)] * 50)
-        )
+        model = args.model_path or write_words_model(folder, SHAPES[args.params])
         runner = stack.enter_context(asyncio.Runner())
         # new servers both: what was asked for before decides what is kept
         for state in args.states:

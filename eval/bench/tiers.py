@@ -40,7 +40,7 @@ from eval.data.random_text import WORDS, random_text
 from eval.errors import CommandError
 from eval.http import get, post
 from eval.outcome import Row, add_out_option, open_run, table, tell
-from eval.random_model import SHAPES, write_random_model
+from eval.random_model import SHAPES, write_words_model
 from eval.run import Sample
 from eval.serve import arms as serve_arms
 from eval.serve.client import Answer, open_session, send
@@ -167,7 +167,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parse(argv)
     with open_run("tiers", args, summarize, without=("logs", "redis")) as run, ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        model = str(write_random_model(folder, SHAPES[args.params], [" ".join(WORDS)] * 50))
+        model = write_words_model(folder, SHAPES[args.params])
         runner = stack.enter_context(asyncio.Runner())
         for tokens in args.tokens:
             with ExitStack() as servers:

@@ -26,10 +26,10 @@ from pathlib import Path
 from typing import Any
 
 from eval.bench.rounds import Take, by_cell, take_rounds, told_ratio
-from eval.data.random_text import WORDS, random_text
+from eval.data.random_text import random_text
 from eval.http import post
 from eval.outcome import Row, add_out_option, open_run, table, tell
-from eval.random_model import SHAPES, write_random_model
+from eval.random_model import SHAPES, write_words_model
 from eval.run import Sample
 from eval.serve.arms import EVERY_SERVER, UNAUDITED
 from eval.server import Server
@@ -143,8 +143,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parse(argv)
     with open_run("together", args, summarize, without=("logs",)) as run, ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        texts = [" ".join(WORDS)] * 50
-        model = str(write_random_model(folder / "model", SHAPES[args.params], texts))
+        model = write_words_model(folder / "model", SHAPES[args.params])
         found = chunks(args.chunk_tokens)
         prompt = K * args.chunk_tokens + AROUND
         crowds = ((CROWD, 0, output, part) for output, part in OUTPUTS.items())
@@ -208,7 +207,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--logs", type=Path, default=Path("logs"))
     add_out_option(parser)
     add("server_flags", nargs="*", metavar="-- FLAGS", help="more flags for the servers")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if min(args.rounds, args.chunk_tokens) < 1:
+        parser.error("--rounds and --chunk-tokens must be at least 1")
+    return args
 
 
 def _server(args: argparse.Namespace, model: str, pool: int) -> Server:

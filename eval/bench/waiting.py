@@ -22,10 +22,9 @@ from typing import Any, NamedTuple
 from eval.bench.round_server import FILE_VAR
 from eval.bench.rounds import take_rounds
 from eval.bench.together import AROUND, FIT, K, bodies, chunks
-from eval.data.random_text import WORDS
 from eval.http import post
 from eval.outcome import Row, add_out_option, open_run, table, tell
-from eval.random_model import SHAPES, write_random_model
+from eval.random_model import SHAPES, write_words_model
 from eval.run import Sample
 from eval.serve.arms import EVERY_SERVER, LPM, UNAUDITED
 from eval.server import Server
@@ -102,8 +101,7 @@ def main(argv: Sequence[str]) -> int:
     args = _parse(argv)
     with open_run("waiting", args, summarize, without=("logs",)) as run, ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        texts = [" ".join(WORDS)] * 50
-        model = str(write_random_model(folder / "model", SHAPES[args.params], texts))
+        model = write_words_model(folder / "model", SHAPES[args.params])
         found = chunks(args.chunk_tokens)
         pool = FIT * (K * args.chunk_tokens + AROUND + OUTPUT)
         arms = {}
@@ -161,4 +159,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     add("--chunk-tokens", type=int, default=60)
     add("--logs", type=Path, default=Path("logs"))
     add_out_option(parser)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if not 0 < args.waiting <= args.requests or min(args.rounds, args.chunk_tokens) < 1:
+        parser.error("--waiting must be in 1..--requests, --rounds and --chunk-tokens at least 1")
+    return args

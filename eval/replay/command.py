@@ -92,7 +92,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         trace = _of_days(options, _trace(options))
         facts = scan(_with_bar(trace))
-        is_timed = options.machine is not None or options.model_shape is not None
+        is_timed = any((options.machine, options.model_shape, options.clients, options.rates))
         measured = (_timed if is_timed else _measured)(options, facts, trace)
         told = _drawn(options, facts, trace, measured) if options.html else None
         if options.warm_up >= facts.num_counted:
@@ -147,9 +147,7 @@ def _parser() -> argparse.ArgumentParser:
             f" least {SMALL_POOL:,}; for conversations also stock with an application that leaves"
             " out chunks already shown."
         ),
-        epilog="\n".join(
-            str(each.__doc__) for each in (trace_format, openai, spans, generated)
-        ),
+        epilog="\n".join(str(each.__doc__) for each in (trace_format, openai, spans, generated)),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     source = parser.add_mutually_exclusive_group(required=True)
@@ -408,11 +406,7 @@ def _drawn(
         raise CommandError("--html goes without --days, --ranks, --reuse and --model-shape")
     cells = _cells(options, facts)
     ours = [cell for cell in cells if cell.order == "tree"]
-    limited = [
-        cell
-        for cell in ours
-        if cell.capacity_tokens or cell.capacity >= SMALL_POOL_CHUNKS
-    ]
+    limited = [cell for cell in ours if cell.capacity_tokens or cell.capacity >= SMALL_POOL_CHUNKS]
     mine = next(iter([*limited, *ours]), None)
     labels = [{"cell": cell.label} for cell in cells]
     stock = None if mine is None else baseline_of(mine.label, labels)

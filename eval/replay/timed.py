@@ -15,6 +15,7 @@ from host memory is not hidden behind a forward: at most the smaller of both too
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -282,8 +283,9 @@ def check_timed(options: argparse.Namespace, facts: TraceFacts) -> None:
         )
     if options.disk_gbps is not None and options.disk_gbps <= 0:
         raise CommandError("--disk-gbps must be over 0")
-    if min([1, options.output_tokens, *options.clients, *options.rates]) <= 0:
-        raise CommandError("--clients, --rates and --output-tokens must be over 0")
+    amounts = (options.output_tokens, *options.clients, *options.rates)
+    if not all(0 < each < math.inf for each in amounts):
+        raise CommandError("--clients, --rates and --output-tokens must be over 0, and finite")
     if loads_of(options) and (options.arrivals or options.disk_gbps is not None):
         # a wait for a disk would hold up all that decode, which it does not on a server
         raise CommandError("--clients and --rates go neither with --arrivals nor with --disk-gbps")

@@ -74,3 +74,9 @@ def test_figures_are_against_the_first_arm() -> None:
         "32 requests, 16 tokens of answer, tight: 1.1 times the tokens computed, 1.250 [1.250,"
         " 1.250] times the time."
     ]
+
+
+def test_amounts_that_measure_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        together.main(["--rounds", "0"])
+    assert "must be" in capsys.readouterr().err

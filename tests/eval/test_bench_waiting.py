@@ -92,3 +92,9 @@ def test_rounds_are_compared_with_stocks() -> None:
     assert (fused["admitted"], fused["admitted_ms"]) == (40, 6.0)
     assert found["verdict"] == ["A round takes 0.5 ms more than stock's, a request 2.0 ms more."]
     assert summarize([{**one, "num_admitted": 0} for one in samples])["verdict"] == []
+
+
+def test_amounts_that_measure_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        waiting.main(["--requests", "9"])
+    assert "must be" in capsys.readouterr().err

@@ -88,9 +88,16 @@ def test_load_is_that_of_the_times_alone(
         assert crowd["mean_s"] == pytest.approx(2.5 * alone["mean_s"], rel=0.2)
         assert crowd["requests_per_s"] == pytest.approx(1 / alone["mean_s"])
     rate = ("--rates", "1")
-    for wrong in (("--clients", "0"), ("--arrivals", *rate), ("--disk-gbps", "7", *rate)):
+    for wrong in (
+        ("--clients", "0"),
+        ("--clients", "1", "--rates", "nan"),
+        ("--arrivals", *rate),
+        ("--disk-gbps", "7", *rate),
+    ):
         with pytest.raises(CommandError, match="--clients"):
             arms(tmp_path / wrong[0], capsys, "h100", *wrong)
+    with pytest.raises(CommandError, match="--machine need each other"):
+        main(["--generate", "9", "--clients", "4"])
 
 
 def test_nothing_is_loaded_where_computing_is_faster(
