@@ -306,7 +306,7 @@ class Replay:
         behind = list(self._held(chunks, namespace)[-1].child_nodes())
         while behind:
             node = behind.pop()
-            if node.tier(_RANK) is not Tier.DEVICE:
+            if node.tier(_RANK) is None:
                 continue
             if node.num_tokens:
                 return _tokens(chunks)

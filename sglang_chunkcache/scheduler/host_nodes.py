@@ -102,6 +102,16 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
                 return
             yield Found(host, host.blob.slots, span.end)
 
+    def behind(self, host: HostNode) -> Iterator[HostNode]:
+        """In pages: what follows it here, and has its first page."""
+        for each in self._after(host.chain) if host.chain is not None else ():
+            if each.before != host.chain_key:
+                continue
+            if each.blob.num_tokens:
+                yield each
+            else:
+                yield from self.behind(each)
+
     def came(self, host: HostNode, node: TreeNode | None = None) -> bool:
         """As `ExactChains.came`. `node` is the same on the device."""
         if not super().came(host):

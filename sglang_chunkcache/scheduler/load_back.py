@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 
     from sglang_chunkcache.scheduler.chunk_key import ChunkKey
     from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
+    from sglang_chunkcache.scheduler.node import HostNode
     from sglang_chunkcache.wire.spans import RequestSpans
 
 
@@ -54,6 +55,7 @@ class LoadBack:
         self._loads: dict[TreeNode, Tensor] = {}
         """Node of the device -> the slots that its KV is copied from with the next forward,
         as `HostPool.prepare` gives them."""
+        self._filled: list[tuple[Tensor, Tensor]] = []  # of no node: sources, slots of the device
         self._held = ExitStack()  # slots that are read, until that forward is queued
 
     def load(
@@ -114,17 +116,33 @@ class LoadBack:
         """Slots that `load` would fill behind `start`."""
         return _num_slots(list(self._nodes.after(key, spans.area_len, start)))
 
+    def fill(self, host: HostNode, slots: Tensor, device_slots: Tensor) -> bool:
+        """Copy some of a node's slots with the next forward, too, to where no node is. False: it
+        cannot be."""
+        if host.blob.is_given_back:
+            return False
+        try:
+            self._filled.append((self._pool.prepare(slots), device_slots))
+        except Exception as error:
+            self._copy_failed(error)
+            return False
+        host.blob.hold()
+        self._held.callback(host.blob.let_go)
+        self._counts.loaded_tokens += len(slots)
+        return True
+
     def is_empty(self, node: TreeNode) -> bool:
         """Whether the node's slots hold nothing before the next forward."""
         return node in self._loads
 
     def before(self, batch: ScheduleBatch) -> None:
         """A forward comes next: copy what it may read, in part beside it (Cache-Craft, eq. 16)."""
-        loads, self._loads = self._loads, {}
+        loads = [(slots, node.value) for node, slots in self._loads.items()] + self._filled
+        self._loads, self._filled = {}, []
         if not loads:
             return
         begun = time.perf_counter()
-        slots, device_slots = joined(list(loads.values())), joined([node.value for node in loads])
+        slots, device_slots = map(joined, zip(*loads, strict=True))
         self._counts.layers_ahead = self._num_ahead(len(slots), batch)
         self._pool.load(
             slots, device_slots, num_ahead=self._counts.layers_ahead, clock=self._pricing
@@ -149,6 +167,7 @@ class LoadBack:
 
     def reset(self) -> None:
         self._loads.clear()
+        self._filled.clear()
         self._held.close()
 
     def _pays(self, start: int, end: int) -> bool:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
     from sglang_chunkcache.scheduler.chunk_key import Fused
+    from sglang_chunkcache.scheduler.page_rests import Rest
     from sglang_chunkcache.storage.waits import PendingLoads
 
 
@@ -68,8 +69,7 @@ class RequestState:
     moved: frozenset[int] = frozenset()  # where chunks begin that are moved, not computed
     promised: torch.Tensor | None = None
     """Slots behind its matched prefix: its own until it inserts them."""
-    rest: torch.Tensor | None = None
-    """In pages: the slots that what its match lacks of a chunk is copied from (page_rests.py)."""
+    rest: Rest | None = None  # in pages: of what its match lacks of a chunk
     is_failed: bool = False  # they could not be filled: nothing of it gets into the tree
     is_inserted: bool = False
     inserted_len: int = 0  # tokens that are in the tree: what it inserts anew is no hit

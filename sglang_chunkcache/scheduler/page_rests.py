@@ -1,5 +1,5 @@
 """What a match in pages lacks of its last chunk: it lies in the first page of whatever follows the
-chunk elsewhere (paged_key.py), and is copied from there.
+chunk elsewhere (paged_key.py), on the device or in host memory, and is copied from there.
 
     page size 4   a a a a a a . .     a chunk that is found: one page is its own
                   b b . .             of two that follow it: `a a b b`, `a a c c`
@@ -8,16 +8,16 @@ chunk elsewhere (paged_key.py), and is copied from there.
 admission   the source is found, and promised as SGLang's host memory promises
 commit      a page of the request's own
 a forward   all are copied first, on its stream: nothing has written to a source yet, even if it was
-            evicted since
+            evicted since. From host memory they come with what else is loaded (load_back.py)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang_chunkcache import compat
-from sglang_chunkcache.scheduler.node import facts, joined, state, up_from
+from sglang_chunkcache.scheduler.node import HostNode, facts, joined, state, up_from
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -25,33 +25,40 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
+    from sglang_chunkcache.scheduler.host_chains import HostChains
+
+
+class Rest(NamedTuple):
+    """The slots of what a match lacks."""
+
+    slots: Tensor  # [num_tokens] int64, fewer than a page
+    host: HostNode | None  # which has them in host memory. None: they are on the device
 
 
 class PageRests:
-    """Of one rank. A request that has committed runs in the next batch.
+    """Of one rank. A request that has committed runs in the next batch."""
 
-    Args:
-        is_empty: whether a node's slots hold nothing before the next forward.
-    """
-
-    def __init__(self, tree: ChunkTree, is_empty: Callable[[TreeNode], bool]) -> None:
-        self._tree, self._is_empty = tree, is_empty
+    def __init__(self, tree: ChunkTree, host: HostChains) -> None:
+        self._tree, self._host = tree, host
         self._pool: Any = tree.token_to_kv_pool_allocator.get_kvcache()
         # with decode context parallelism a slot is in the pool of one rank, by another number
         self._is_on = self._pool.page_size == tree.page_size and _copies_rows(self._pool)
-        self._pending: list[tuple[Req, int, Tensor, Tensor]] = []
-        """Request, where its rest begins, slots to copy, slots to fill."""
+        self._pending: list[tuple[Req, int, Tensor | None, Tensor]] = []
+        """Request, where its rest begins, slots to copy (None: of host memory), slots to fill."""
 
-    def of(self, node: TreeNode, up_to: int) -> Tensor | None:
-        """The slots of what the pages down to this node lack of its chunks, at most up to this
-        token. None: it is no chunk, ends with a page, or nothing that follows has a page of KV."""
+    def of(self, node: TreeNode, up_to: int) -> Rest | None:
+        """What the pages down to this node lack of its chunks, at most up to this token. None: it
+        is no chunk, ends with a page, or nothing has the KV."""
         if not self._is_on or facts(node).chunk is None:
             return None
         end = sum(each.key.num_tokens for each in up_from(node))
         border = end - end % self._tree.page_size
         while facts(node).chunk is not None and min(end, up_to) > border:
             for slots in self._behind(node):
-                return slots[: min(end, up_to) - border]
+                return Rest(slots[: min(end, up_to) - border], None)
+            copy = facts(node).host
+            for host in self._host.nodes.behind(copy) if copy is not None else ():
+                return Rest(host.blob.slots[: min(end, up_to) - border], host)
             if len(node.value):
                 break
             # a page of what precedes it may have been kept for another chunk
@@ -66,9 +73,13 @@ class PageRests:
         page: Tensor | None = self._tree.token_to_kv_pool_allocator.alloc(self._tree.page_size)
         if page is None:
             return None
-        slots = page[: len(rest)]
+        slots = page[: len(rest.slots)]
+        fill = self._host.load_back.fill
+        if rest.host is not None and not fill(rest.host, rest.slots, slots):
+            self._tree.token_to_kv_pool_allocator.free(page)
+            return None
         start = sum(len(each.key) for each in up_from(req.last_node))
-        self._pending.append((req, start, rest, slots))
+        self._pending.append((req, start, rest.slots if rest.host is None else None, slots))
         return slots
 
     def copy(self) -> None:
@@ -78,8 +89,9 @@ class PageRests:
         pending, self._pending = self._pending, []
         for req, start, *_ in pending:
             compat.keep_own(req, start)
-        sources, targets = zip(*((rest, slots) for *_, rest, slots in pending), strict=True)
-        self._pool.move_kv_cache(joined(targets), joined(sources))
+        pairs = [(slots, rest) for *_, rest, slots in pending if rest is not None]
+        if pairs:
+            self._pool.move_kv_cache(*map(joined, zip(*pairs, strict=True)))
 
     def reset(self) -> None:
         self._pending.clear()
@@ -88,7 +100,7 @@ class PageRests:
         for below in node.children.values():
             if not len(below.value):  # shorter than a page
                 yield from self._behind(below)
-            elif not self._is_empty(below):
+            elif not self._host.load_back.is_empty(below):
                 yield below.value
 
 

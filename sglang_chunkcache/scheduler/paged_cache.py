@@ -33,7 +33,7 @@ class PagedRadixCache(ChunkRadixCache):
     def __init__(self, *args: Any) -> None:
         """As its base."""
         super().__init__(*args)
-        self._rests = PageRests(self, self.tiers.host.load_back.is_empty)
+        self._rests = PageRests(self, self.tiers.host)
 
     def _admit(
         self, req: Req, key: ChunkKey, up_to: int, spans: RequestSpans, result: MatchResult
@@ -43,7 +43,7 @@ class PagedRadixCache(ChunkRadixCache):
         known.rest = None if known.is_put_off else self._rests.of(node, up_to)
         if known.rest is None:
             return result
-        found = {"num_tokens": compat.num_matched(result), "host_hit_length": len(known.rest)}
+        found = {"num_tokens": compat.num_matched(result), "host_hit_length": len(known.rest.slots)}
         return compat.rematched(self, result, node, **found)
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[Any, TreeNode]:

@@ -78,7 +78,7 @@ def explain(cache: ChunkRadixCache, asked: ExplainRequest) -> Explanation:
     key = RadixKey(ids, req.extra_key, limit=max(0, len(ids) - 1), cache_salt=req.cache_salt)
     exact = compat.num_matched(cache.match_prefix(MatchPrefixParams(key=key, req=req)))
     if (rest := state(req).rest) is not None and not state(req).loaded:
-        exact += len(rest)
+        exact += len(rest.slots)
     spans, tiers = state(req).spans, cache.tiers
     found = tiers.fuser.explain(req) if tiers.fuser is not None else None
     found = structs.replace(found or Explanation(exact, 0, exact), loaded=state(req).loaded)

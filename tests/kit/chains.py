@@ -110,10 +110,12 @@ def chain(*chunks: tuple[int, ...], head: tuple[int, ...] = HEAD) -> ChainId:
     return chain_of(f"{head}{{}}", [chunk_id(chunk) for chunk in chunks])
 
 
-def known(scheduler: HostScheduler, *chunks: tuple[int, ...]) -> None:
+def known(
+    scheduler: HostScheduler, *chunks: tuple[int, ...], head: tuple[int, ...] = HEAD
+) -> None:
     """Their chain was found cached once, and nothing waits."""
-    scheduler.serve(rag(*chunks))
-    scheduler.serve(rag(*chunks))
+    for _ in range(2):
+        scheduler.serve(rag(*chunks, head=head))
     scheduler.idle()
 
 

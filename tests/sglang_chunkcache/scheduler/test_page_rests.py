@@ -13,7 +13,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.page_rests import _copies_rows
-from tests.kit.chains import HostScheduler, rag
+from tests.kit.chains import HostScheduler, known, rag
 
 PAGE = 4
 A, B, C = (1, 2, 3, 4, 5, 6), (10, 11, 12), (20, 21, 22, 23, 24)
@@ -71,16 +71,69 @@ def test_without_a_page_it_is_computed() -> None:
 
 
 def test_what_follows_may_wait_for_host_memory() -> None:
-    """Its page holds nothing yet."""
+    """Its page holds nothing yet: the rest comes from host memory, too."""
     scheduler = HostScheduler(capacity=40, host_slots=40, page_size=PAGE)
-    for _ in range(2):
-        scheduler.serve(rag(A, C, head=(), promoted_len=2))
-    scheduler.idle()
+    known(scheduler, A, C, head=())
     scheduler.evict(40)
-    assert scheduler.add(rag(A, C, head=()), 100) == 2 * PAGE
+    first, second = rag(A, C, head=()), rag(A, B, head=())
+    assert scheduler.add(first, 100) == 2 * PAGE
     assert scheduler.cache.tiers.host.load_back._loads
-    assert scheduler.add(req := rag(A, B, head=()), 100) == PAGE
-    assert state(req).rest is None
+    assert scheduler.add(second, 100) == len(A)
+    scheduler.forward()
+    scheduler.check([first, second])
+
+
+@pytest.mark.parametrize("is_on_device", [True, False])
+def test_rest_comes_from_host_memory(*, is_on_device: bool) -> None:
+    """Behind pages that are still on the device, too."""
+    scheduler = HostScheduler(capacity=40, host_slots=40, page_size=PAGE)
+    known(scheduler, A, C, head=())
+    scheduler.evict(40)
+    assert not scheduler.tree_slots()
+    if is_on_device:
+        scheduler.serve(rag(A, head=()))
+    before = scheduler.cache.tiers.host.counts.loaded_tokens
+    req = rag(A, B, head=())
+    assert scheduler.admit(req, 100) == len(A)
+    num_loaded = scheduler.cache.tiers.host.counts.loaded_tokens - before
+    assert num_loaded == len(A) - PAGE * is_on_device
+    scheduler.check([req])
+    scheduler.release(req, is_insert=True)
+    scheduler.check()
+
+
+def test_rest_in_host_memory_may_leave_until_it_is_promised() -> None:
+    scheduler = HostScheduler(capacity=40, host_slots=40, page_size=PAGE)
+    known(scheduler, A, C, head=())
+    scheduler.evict(40)
+    scheduler.serve(rag(A, head=()), answer=())
+    scheduler.match(req := rag(A, B, head=()))
+    assert state(req).rest is not None
+    while scheduler.cache.tiers.host.index.evict():
+        pass
+    assert scheduler.cache._rests.commit(req) is None
+    scheduler.check()
+
+
+def test_rest_that_cannot_be_loaded_is_computed() -> None:
+    scheduler = HostScheduler(capacity=40, host_slots=40, page_size=PAGE)
+    known(scheduler, A, C, head=())
+    scheduler.evict(40)
+    scheduler.serve(rag(A, head=()), answer=())
+    host = scheduler.cache.tiers.host
+    host.pool.prepare = None  # as one that raises
+    assert scheduler.serve(rag(A, B, head=())) == PAGE
+    assert host.counts.failed == 1
+    host.counts.failed = 0
+    scheduler.check()
+
+
+def test_rest_behind_a_chunk_without_a_page_in_host_memory() -> None:
+    scheduler = HostScheduler(capacity=40, host_slots=40, page_size=PAGE)
+    known(scheduler, A, (7,), C, head=())
+    for chunks in ((A, B), (A, (7,), B)):
+        scheduler.evict(40)
+        assert scheduler.serve(rag(*chunks, head=())) == sum(map(len, chunks[:-1]))
 
 
 def test_sglangs_pool_copies_without_its_kernel() -> None:
