@@ -53,7 +53,7 @@ from eval.serve.plan import SERVER, Cell, Plan
 from eval.serve.restart import measure_restart
 from eval.serve.runner import load_facts, measure
 from eval.serve.server_pool import key_of
-from eval.serve.workload import Load, arrivals, fresh, interleave
+from eval.serve.workload import Load, arrivals, days, fresh, interleave
 from eval.task import Request, add_task_options, load_requests, requests_sha256
 from radix_ext import ChunkId
 from retrieval.command_line import Parser
@@ -379,6 +379,11 @@ def _add_load_options(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="make every chunk unique: the costs if nothing can be reused",
     )
+    add(
+        "--days",
+        choices=("documents", "prompt"),
+        help="the requests three times, each time with other documents, or another system prompt",
+    )
 
 
 def _requests(args: argparse.Namespace, k: int | None) -> list[Request]:
@@ -386,8 +391,12 @@ def _requests(args: argparse.Namespace, k: int | None) -> list[Request]:
     requests = fresh(requests) if args.fresh else requests
     # a trace's order is that of its times
     if args.load == "trace":
+        if args.days:
+            raise CommandError("--days goes without --load trace: the days have no times")
         return requests
-    return interleave(requests, max(args.clients or [1]) if args.load == "closed" else AT_ONCE)
+    at_once = max(args.clients or [1]) if args.load == "closed" else AT_ONCE
+    requests = interleave(requests, at_once)
+    return days(requests, args.days) if args.days else requests
 
 
 def _default_block(args: argparse.Namespace, eighth: int) -> int:

@@ -20,9 +20,10 @@ from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Literal
 
 from eval.errors import CommandError
+from eval.replay.days import NUM_DAYS
 
 if TYPE_CHECKING:
-    from eval.task import Request
+    from eval.task import Request, TextChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,13 +102,31 @@ def interleave(requests: Sequence[Request], at_once: int) -> list[Request]:
 def fresh(requests: Sequence[Request]) -> list[Request]:
     """The requests with chunks of their own, so that none occurs twice and nothing can be reused:
     what reuse costs then."""
-    # in front: a text that differs at its end only would share its first tokens
+    return [
+        replace(request, chunks=_renamed(request.chunks, n)) for n, request in enumerate(requests)
+    ]
+
+
+def days(requests: Sequence[Request], change: Literal["documents", "prompt"]) -> list[Request]:
+    """The requests three times, each time another day, as `eval replay --days`: all chunks are new
+    ones, or the system prompt was edited."""
     return [
         replace(
             request,
-            chunks=tuple(
-                replace(c, id=f"{n} {c.id}", text=f"{n} {c.text}") for c in request.chunks
+            id=f"{request.id} day {day}",
+            conversation=request.conversation and f"{day} {request.conversation}",
+            arrival_s=None,
+            **(
+                {"system": f"{day} {request.system}"}
+                if change == "prompt"
+                else {"chunks": _renamed(request.chunks, day)}
             ),
         )
-        for n, request in enumerate(requests)
+        for day in range(1, NUM_DAYS + 1)
+        for request in requests
     ]
+
+
+def _renamed(chunks: Sequence[TextChunk], prefix: object) -> tuple[TextChunk, ...]:
+    # in front: a text that differs at its end only would share its first tokens
+    return tuple(replace(c, id=f"{prefix} {c.id}", text=f"{prefix} {c.text}") for c in chunks)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 
@@ -22,6 +22,8 @@ from eval.run import Run, read_record, read_samples
 from eval.serve.command import cells, main, make_plan, parse
 from eval.serve.options import split_flags
 from eval.serve.plan import Cell
+from eval.serve.workload import days
+from eval.task import Request, TextChunk
 from tests.eval.fake_endpoint import FakeEndpoint, serving
 
 Endpoints = tuple[FakeEndpoint, FakeEndpoint]
@@ -163,6 +165,7 @@ def test_run_goes_on_with_the_same_requests_only(
         ("--host-mib 5", "--host-mib is for the arm ours-host"),
         ("--restart", "--restart measures one arm that starts a server with our cache"),
         ("--restart --arms ours fused", "--restart measures one arm"),
+        ("--days prompt --load trace", "the days have no times"),
         ("--restart --arms ours --warm-up 0", "--restart needs --warm-up N"),
         ("--restart --arms ours --clients 1 2", "--restart measures one cell"),
         ("--restart --arms ours --against stock-lpm", "not one of the arms: ours-cold"),
@@ -209,6 +212,23 @@ def test_too_few_blocks_for_a_verdict_are_said_before_the_load(
     make_plan(args, arms, 170)
     make_plan(args, arms[:1], 100)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("change", ["documents", "prompt"])
+def test_every_day_has_the_same_requests_with_something_new(
+    change: Literal["documents", "prompt"],
+) -> None:
+    chunks = TextChunk("a", "text"), TextChunk("b", "more")
+    requests = [Request(f"r{n}", "why?", chunks, conversation="c", system="be brief") for n in "12"]
+    found = days(requests, change)
+    assert len({each.id for each in found}) == len(found) == 6
+    of_days = [found[start : start + 2] for start in (0, 2, 4)]
+    assert {each.question for each in found} == {"why?"}
+    for name, is_new in ("chunks", change == "documents"), ("system", change == "prompt"):
+        values = [{getattr(each, name) for each in day} for day in of_days]
+        assert [len(each) for each in values] == [1, 1, 1]  # of a day they are the same
+        assert len(set.union(*values)) == (3 if is_new else 1)
+    assert len({each.conversation for each in found}) == 3
 
 
 def test_only_what_is_swept_is_a_label() -> None:
