@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.radix_cache import TreeNode
 
     from sglang_chunkcache.scheduler.chunk_key import Fused
-    from sglang_chunkcache.scheduler.page_rests import Rest
     from sglang_chunkcache.storage.waits import PendingLoads
 
 
@@ -40,6 +39,13 @@ class HostNode(ChainVariant):
     chain_key: bytes
     before: bytes | None
     node: TreeNode | None = None
+
+
+class Rest(NamedTuple):
+    """What a match in pages lacks of its last chunk (page_rests.py)."""
+
+    slots: Tensor  # [num_tokens] int64, fewer than a page
+    host: HostNode | None  # which has them in host memory. None: they are on the device
 
 
 @dataclass(slots=True)
@@ -69,7 +75,7 @@ class RequestState:
     moved: frozenset[int] = frozenset()  # where chunks begin that are moved, not computed
     promised: torch.Tensor | None = None
     """Slots behind its matched prefix: its own until it inserts them."""
-    rest: Rest | None = None  # in pages: of what its match lacks of a chunk
+    rest: Rest | None = None
     is_failed: bool = False  # they could not be filled: nothing of it gets into the tree
     is_inserted: bool = False
     inserted_len: int = 0  # tokens that are in the tree: what it inserts anew is no hit

@@ -14,10 +14,10 @@ a forward   all are copied first, on its stream: nothing has written to a source
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from sglang_chunkcache import compat
-from sglang_chunkcache.scheduler.node import HostNode, facts, joined, state, up_from
+from sglang_chunkcache.scheduler.node import Rest, facts, joined, state, up_from
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -26,13 +26,6 @@ if TYPE_CHECKING:
 
     from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
     from sglang_chunkcache.scheduler.host_chains import HostChains
-
-
-class Rest(NamedTuple):
-    """The slots of what a match lacks."""
-
-    slots: Tensor  # [num_tokens] int64, fewer than a page
-    host: HostNode | None  # which has them in host memory. None: they are on the device
 
 
 class PageRests:
