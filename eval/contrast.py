@@ -3,7 +3,8 @@
     samples of two arms -> contrast_arms() -> `stats.contrast` with "cell", "metric", "a", "b",
     failures -> sentences()
 
-Ratios are a / b, for times: above 1, b is faster. Differences are b - a, for everything else.
+Ratios are a / b, for times, and b / a, for amounts a second: above 1, b is faster. Differences are
+b - a, for everything else.
 """
 
 from __future__ import annotations
@@ -14,17 +15,21 @@ from typing import Any, Literal
 
 from eval.metrics import METRICS, MIN_BLOCKS, is_time, label, ranked
 from eval.recorded import cell_name, grouped
-from eval.stats import RATIOS, Statistic, contrast
+from eval.stats import RATE_RATIO, RATIOS, Statistic, contrast
 
 MAX_FAILED = 0.01
 """No verdict if an arm failed a larger share of its requests, and more than the other:
 the answered ones may be the easy ones."""
 OTHERS: tuple[Statistic, ...] = ("difference of means",)
 """Times are compared by ratios; other metrics, which may be zero, by differences."""
+PACES = (*RATIOS, RATE_RATIO)
+"""Above 1, b takes less time."""
 DOES = {
     "ttft_s": "reaches the first token",
     "itl_s": "gives each further token",
     "e2e_s": "finishes the answer",
+    "requests_per_s": "answers requests",
+    "output_tokens_per_s": "gives tokens",
 }
 """Metric -> what an arm does "1.3 times faster"."""
 
@@ -108,7 +113,7 @@ def direction(contrast: Mapping[str, Any]) -> Literal["better", "worse"] | None:
     unknown.
     """
     low, high, metric = contrast["low"], contrast["high"], contrast["metric"]
-    is_ratio = contrast["statistic"] in RATIOS
+    is_ratio = contrast["statistic"] in PACES
     if low is None or not has_enough(contrast) or fails_more(contrast) is not None:
         return None
     # `is_ratio` is also the value of "no difference": 1 of a ratio, 0 of a difference.
@@ -118,7 +123,6 @@ def direction(contrast: Mapping[str, Any]) -> Literal["better", "worse"] | None:
         or not (is_ratio or metric in METRICS)
     ):
         return None
-    # A ratio is a / b: above 1, b has less.
     b_has_less = low > 1 if is_ratio else high < 0
     return "better" if b_has_less == (is_ratio or METRICS[metric].better == "lower") else "worse"
 
@@ -179,7 +183,7 @@ def verdict(contrast: Contrast) -> str | None:
     if way is None:
         return None
     value, low, high = contrast["value"], contrast["low"], contrast["high"]
-    if contrast["statistic"] not in RATIOS:
+    if contrast["statistic"] not in PACES:
         change = "higher" if value > 0 else "lower"
         low, high = sorted((abs(low), abs(high)))
         told = f"{abs(value):.3g} {METRICS[name].unit}".rstrip()
@@ -190,9 +194,11 @@ def verdict(contrast: Contrast) -> str | None:
     # Turned over, so that the sentence has a factor above 1: "1.30 times slower".
     if low < 1:
         value, low, high = 1 / value, 1 / high, 1 / low
-    at = {"mean ratio": "on average", "ratio of medians": "at the median"}.get(
-        contrast["statistic"], "at the 90th percentile"
-    )
+    at = {
+        "mean ratio": "on average",
+        "ratio of medians": "at the median",
+        RATE_RATIO: "under load",
+    }.get(contrast["statistic"], "at the 90th percentile")
     pace = "faster" if way == "better" else "slower"
     does = DOES.get(name, f"({label(name)}) is")
     return f"{b} {does} {value:.2f} times {pace} than {a} {at} [{low:.2f}, {high:.2f}]{end}"

@@ -3,6 +3,7 @@ that depend on each other.
 
     summary    mean, quantiles, and the interval of the mean or the median
     contrast   ratio or difference of paired values, with interval and paired t-test
+    rates      two arms' amounts a second, over blocks
     share      mean of paired values as a share of the other ones' mean
 
 A draw is a vector of counts: how often each unit was drawn. All figures of the same number of units
@@ -30,6 +31,7 @@ QUANTILES = {"ratio of medians": 0.5, "ratio of p90": 0.9}
 RATIOS: tuple[Statistic, ...] = ("mean ratio", "ratio of medians", "ratio of p90")
 """The mean ratio is the geometric mean of the pairs' ratios:
 what one request gains, whether it is short or long."""
+RATE_RATIO = "ratio of rates"
 BATCH = 2_000_000
 """Counts drawn at once: 16 MB."""
 
@@ -124,6 +126,41 @@ def contrast(
         "n": len(values),
         "num_blocks": None if blocks is None else len(set(blocks)),
         "p": None if statistic in RATIOS else _p_value(values, units),
+    }
+
+
+def rates(
+    blocks: Sequence[tuple[float, float, float, float]], *, draws: int = 2000
+) -> dict[str, Any]:
+    """The contrast of two arms' rates, b / a: of an amount a second over all blocks.
+
+    Args:
+        blocks: (amount of a, its seconds, amount of b, its seconds) of each, at least one; whole
+            blocks are resampled, however few they are. Seconds are over 0.
+    Returns:
+        As `contrast`, but for `n`. No value where an arm has nothing, be it in one draw.
+    """
+    values, units = np.asarray(blocks, dtype=float), np.arange(len(blocks))
+
+    def of(counts: Floats) -> Floats:
+        amount_a, seconds_a, amount_b, seconds_b = _figures(values, units, counts, None)
+        return np.stack([amount_a / seconds_a, amount_b / seconds_b])
+
+    whole = of(np.ones((1, len(blocks))))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        spread = [b / a for a, b in map(of, _draw(units, draws))]
+        found = [float(whole[1, 0] / whole[0, 0]), *_ends(spread)]
+    is_known = all(0 < each < math.inf for each in found)
+    value, low, high = found if is_known else (None, None, None)
+    return {
+        "statistic": RATE_RATIO,
+        "a_value": float(whole[0, 0]),
+        "b_value": float(whole[1, 0]),
+        "value": value,
+        "low": low,
+        "high": high,
+        "num_blocks": len(blocks),
+        "p": None,
     }
 
 

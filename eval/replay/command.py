@@ -56,9 +56,9 @@ from eval.replay.ranks import RanksReplay
 from eval.replay.summary import MIN_BLOCKS, summarize
 from eval.replay.survey import Survey, survey
 from eval.replay.timed import (
-    ARMS,
     TimedArm,
     add_timed_options,
+    arms_of,
     check_timed,
     summarize_timed,
 )
@@ -374,7 +374,8 @@ def _timed(options: argparse.Namespace, facts: TraceFacts, trace: Trace) -> dict
     check_timed(options, facts)
     config = server_config(options)
     assert config is not None
-    return {name: partial(TimedArm, name, facts, options, config, trace) for name in ARMS}
+    names = arms_of(options)
+    return {name: partial(TimedArm, name, facts, options, config, trace) for name in names}
 
 
 def _measured(options: argparse.Namespace, facts: TraceFacts, trace: Trace) -> dict[str, Create]:

@@ -158,6 +158,7 @@ class FusedReplay:
             config.selector,
             config.recompute_ratio,
             focus="spare" if config.selector == "context" else "off",
+            always=config.move == "always",
         )
         grows = not self._fusion.plain and settings.order == "tree"
         self._growth = ExactGrowth(config.exact_gaps if grows else 0, settings.threshold)

@@ -1,10 +1,13 @@
-"""`python -m eval replay --reuse fused --model-shape M --machine X`: times to first token of four
-arms, by bytes, operations and rates (eval/machines.py). No tensors, no model.
+"""`python -m eval replay --reuse fused --model-shape M --machine X`: times to first token of the
+arms below, by bytes, operations and rates (eval/machines.py). No tensors, no model.
 
     stock      the retriever's order, LRU, the device alone
     hicache    the same, and all exact chains that leave the device in host memory
     exact      ours: order, eviction, host memory, the disk, if there is one
     fused      and every request with moved KV, by the server's own plans at these costs
+    fusionrag  with --preprocessed and no disk: the retriever's order, all that can be moved is, the
+               question chooses 15% (eval/serve/arms.py); each chunk is stored alone, and behind one
+               that is asked for with it, since a trace has no nearest ones
 
 A request is served alone, and answers take no time, but where --clients or --rates name a load
 (queueing.py): then times are those of a queue, found tokens still those of one after the other. A
@@ -41,9 +44,11 @@ from eval.replay.fused import FusedReplay, Timing
 from eval.replay.grid import Cell
 from eval.replay.queueing import Job, Step, figures
 from eval.replay.trace import TraceFacts, TraceRequest
+from eval.serve.arms import FUSIONRAG
 from eval.serve.workload import Load
 from radix_ext.backlog import Bounds
 from radix_ext.costs import Costs, Line, Phase
+from radix_ext.pool_slots import PoolSlots
 from radix_ext.variants import Variant
 from sglang_chunkcache import ChunkCacheConfig
 from sglang_chunkcache.config import (
@@ -58,7 +63,9 @@ ARMS = {
     "hicache": Cell("retriever", eviction="lru", host_admission="all"),
     "exact": Cell(eviction="reused"),
     "fused": Cell(eviction="reused"),
+    "fusionrag": Cell("retriever", eviction="reused"),
 }
+MOVING = ("fused", "fusionrag")
 QUESTION_TOKENS = 64
 """Where the trace says nothing."""
 HOST_RATIO = 2
@@ -84,7 +91,10 @@ def add_timed_options(parser: argparse.ArgumentParser) -> None:
     text = "how moved KV is kept; then host memory has no exact chains; default: none"
     group.add_argument("--codec", choices=CODEC_BITS, default="none", help=text)
     group.add_argument("--storage-wait", type=float, default=ChunkCacheConfig.storage_wait)
-    text = "each chunk of the trace is in the disk, or without one in host memory, before it begins"
+    text = (
+        "each chunk of the trace is in the disk, or without one in host memory, before it begins;"
+        " the latter adds the arm fusionrag"
+    )
     group.add_argument("--preprocessed", action="store_true", help=text)
     text = "requests come at the trace's times; default: as the one before is done"
     group.add_argument("--arrivals", action="store_true", help=text)
@@ -126,6 +136,13 @@ def step_of(machine: Machine, shape: Shape) -> Step:
     )
 
 
+def arms_of(options: argparse.Namespace) -> list[str]:
+    """Those of `ARMS` that the options have."""
+    # its server compares no load with computing: `FusedDisk` always does
+    has_fusionrag = options.preprocessed and options.disk_gbps is None
+    return [name for name in ARMS if name != "fusionrag" or has_fusionrag]
+
+
 def loads_of(options: argparse.Namespace) -> list[Load]:
     """Those that are asked for."""
     closed = [Load(clients=each) for each in options.clients]
@@ -151,21 +168,25 @@ class TimedArm:
         machine, shape = MACHINES[options.machine], SHAPES[options.model_shape]
         num_slots = pool_tokens(options)
         num_host = (options.host or [HOST_RATIO * num_slots])[0]
-        codec = options.codec if name == "fused" else "none"
+        codec = options.codec if name in MOVING else "none"
         is_shared = codec == "none" and name != "stock"
         token_bytes = shape.token_bytes(codec)
         cell = replace(ARMS[name], capacity_tokens=num_slots, host=num_host if is_shared else 0)
         host_bytes = max(1, num_host * shape.token_bytes())
         bounds = Bounds(MAX_WAITING, MAX_WAITING_S, MAX_WAITING_BYTES, int(MAX_SHARE * host_bytes))
         has_disk = options.disk_gbps is not None and name in ("exact", "fused")
+        config = replace(config, storage_wait=options.storage_wait)
+        if name == "fusionrag":
+            selector, ratio = FUSIONRAG["selector"], FUSIONRAG["ratio"]
+            config = replace(config, selector=selector, recompute_ratio=ratio, move="always")
         self._replay = FusedReplay(
             cell.settings,
-            replace(config, storage_wait=options.storage_wait),
+            config,
             kv_bytes=token_bytes,
             store_bytes=host_bytes,
             prefill_budget=options.prefill_budget,
             chunk_tokens=facts.distinct_tokens / facts.distinct_chunks,
-            share=options.fused_share if name == "fused" else 0.0,
+            share=options.fused_share if name in MOVING else 0.0,
             timing=Timing(
                 costs_of(machine, shape, codec),
                 shape.num_layers,
@@ -178,8 +199,10 @@ class TimedArm:
         self._room = num_slots
         self._counts: list[int] = []
         self._first: dict[str, Any] = {}
-        if name == "fused" and options.preprocessed:
-            self._preprocess(trace, token_bytes)
+        if name in MOVING and options.preprocessed:
+            self._preprocess(trace, token_bytes, is_behind=False)
+            if name == "fusionrag":
+                self._preprocess(trace, token_bytes, is_behind=True)
 
     def step(self, request: TraceRequest) -> None:
         """Serve the request."""
@@ -236,23 +259,29 @@ class TimedArm:
             }
         return told
 
-    def _preprocess(self, trace: Iterable[TraceRequest], token_bytes: int) -> None:
-        """Each chunk alone behind its first head, as `sglang_chunkcache.preprocess` leaves it."""
+    def _preprocess(
+        self, trace: Iterable[TraceRequest], token_bytes: int, *, is_behind: bool
+    ) -> None:
+        """Each chunk behind its first head, as `sglang_chunkcache.preprocess` leaves it: alone, or
+        behind the chunk before it."""
         replay, seen = self._replay, set[Any]()
         for request in trace:
-            for chunk in request.chunks:
-                if chunk.id in seen:
+            for index, chunk in enumerate(request.chunks):
+                neighbor = request.chunks[index - 1].id
+                if chunk.id in seen or (is_behind and neighbor == chunk.id):
                     continue
                 seen.add(chunk.id)
                 nbytes, head = chunk.num_tokens * token_bytes, request.head or ""
                 blob: Any = Stored(nbytes, chunk.num_tokens)
-                if replay.disk is not None:
-                    replay.disk.index.put(chunk.id, Variant((), blob, head=head))
-                    continue
-                if replay.host is not None:
+                store = replay.store if replay.disk is None else replay.disk.index
+                if replay.disk is None and replay.host is not None:
                     blob = replay.host.nodes.room(chunk.num_tokens)
-                if blob is not None:
-                    replay.store.put(chunk.id, Variant((), blob, head=head))
+                if blob is None:
+                    continue
+                prefix = (neighbor,) if is_behind else ()
+                variant = Variant(prefix, blob, preprocessed=is_behind, head=head)
+                if not store.put(chunk.id, variant) and isinstance(blob, PoolSlots):
+                    blob.give_back()
 
 
 DISK_COUNTS = ("found", "loaded", "late", "left", "skipped", "tried", "written", "unwritten")

@@ -152,7 +152,9 @@ def contrast_table(contrasts: Sequence[Mapping[str, Any]]) -> Table:
         }
         found = {"beyond chance": "failures" if fails_more(one) else judged}
         rows.append(_settings(one["cell"], keys) | names | found | figures)
-    return create_table("Comparison of arms: ratios are a / b, differences b - a", rows)
+    return create_table(
+        "Comparison of arms: ratios are a / b, of rates b / a, differences b - a", rows
+    )
 
 
 def other_tables(results: Mapping[str, Any]) -> list[Table]:

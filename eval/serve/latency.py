@@ -10,23 +10,24 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from statistics import fmean
 from typing import Any
 
-from eval.contrast import contrast_arms, has_enough, sentences
+from eval.contrast import Contrast, contrast_arms, has_enough, sentences
 from eval.metrics import METRICS
 from eval.outcome import interval
-from eval.recorded import cell_name
+from eval.recorded import cell_name, grouped
 from eval.serve.peaks import over_blocks
 from eval.serve.plan import SERVER
-from eval.stats import quantile, summary
+from eval.stats import quantile, rates, summary
 
 Sample = Mapping[str, Any]
 Row = dict[str, Any]
 FATES = ("exact", "relocated", "recomputed", "computed")
 TIMES = ("ttft_s", "e2e_s")
 CONTRASTED = (*TIMES, "cached_share", "prefill_tokens")
+RATES = ("requests_per_s", "output_tokens_per_s")
 BYSTANDERS = ("itl_bystander_p50_s", "itl_bystander_p99_s")
 NOTE = (
     "seconds; others' itl: between tokens of requests that only decode; missed: planned hits that"
@@ -86,17 +87,10 @@ def cell_rows(samples: Sequence[Sample]) -> list[Row]:
 def throughput(samples: Sequence[Sample]) -> dict[str, float | None]:
     """Throughput of one arm in one cell per second of load;
     None if the server does not count tokens, or without answers."""
-    answered = [sample for sample in samples if "error" not in sample]
-    amounts = {
-        "requests_per_s": [1 for _ in answered],
-        "output_tokens_per_s": [sample["completion_tokens"] for sample in answered],
-        "prompt_tokens_per_s": [sample["prompt_tokens"] for sample in answered],
-    }
-    loaded = loaded_s(samples)
+    has_answers, loaded = any("error" not in sample for sample in samples), loaded_s(samples)
     return {
-        # one answer without a count would make the sum too low
-        name: sum(each) / loaded if each and None not in each else None
-        for name, each in amounts.items()
+        name: amount / loaded if has_answers and amount is not None else None
+        for name, amount in _amounts(samples).items()
     }
 
 
@@ -125,10 +119,37 @@ def tables(rows: Sequence[Row], contrasts: Sequence[Row]) -> list[Row]:
     """The figures as tables, times in seconds; columns without any figure are left out."""
     figures = [_figures_of(row) for row in rows]
     kept = {name for row in figures for name, value in row.items() if value not in (None, "")}
-    ratios = [
+    of_times = _ratios(contrasts, (*TIMES, *BYSTANDERS))
+    of_rates = _ratios(contrasts, RATES)
+    shown = [{name: value for name, value in row.items() if name in kept} for row in figures]
+    found = [
+        {"title": "Arms under load", "rows": shown, "note": NOTE},
+        {"title": "Ratios of times (above 1, the second is faster)", "rows": of_times},
+        {"title": "Ratios of rates (above 1, the first is faster)", "rows": of_rates},
+    ]
+    return [table for table in found if table["rows"] or table is found[0]]
+
+
+# Private, in order of use
+
+
+def _amounts(samples: Iterable[Sample]) -> dict[str, int | None]:
+    """What throughput counts. None: an answer without a count would make the sum too low."""
+    answered = [sample for sample in samples if "error" not in sample]
+    each = {
+        "requests_per_s": [1 for _ in answered],
+        "output_tokens_per_s": [sample["completion_tokens"] for sample in answered],
+        "prompt_tokens_per_s": [sample["prompt_tokens"] for sample in answered],
+    }
+    return {name: None if None in counts else sum(counts) for name, counts in each.items()}
+
+
+def _ratios(contrasts: Sequence[Row], metrics: Collection[str]) -> list[Row]:
+    """The rows of a table of those that have a value."""
+    return [
         {
             "metric": METRICS[row["metric"]].label,
-            "ratio": f"{row['a']} / {row['b']}",
+            "ratio": ("{b} / {a}" if row["metric"] in RATES else "{a} / {b}").format(**row),
             "cell": cell_name(row["cell"]),
             "of": row["statistic"].removeprefix("ratio of "),
             "value and interval": interval(row, 2)
@@ -137,20 +158,8 @@ def tables(rows: Sequence[Row], contrasts: Sequence[Row]) -> list[Row]:
             "n": row["n"],
         }
         for row in contrasts
-        if row["metric"] in (*TIMES, *BYSTANDERS) and row["value"] is not None
+        if row["metric"] in metrics and row["value"] is not None
     ]
-    shown = [{name: value for name, value in row.items() if name in kept} for row in figures]
-    return [
-        {"title": "Arms under load", "rows": shown, "note": NOTE},
-        *(
-            [{"title": "Ratios of times (above 1, the second is faster)", "rows": ratios}]
-            if ratios
-            else []
-        ),
-    ]
-
-
-# Private, in order of use
 
 
 def _cfo_row(arm: str, samples: Sequence[Sample]) -> Row | None:
@@ -212,16 +221,51 @@ def _references(by_arm: Mapping[str, Sequence[Sample]], arm: str, against: str) 
 def _contrasts(
     left: Sequence[Sample], right: Sequence[Sample], *, a: str, b: str, full: bool
 ) -> list[dict[str, Any]]:
-    """Of the requests if `full`, and of the bystanders."""
-    of_requests = (
-        contrast_arms(_requests(left), _requests(right), a=a, b=b, metrics=CONTRASTED)
-        if full
-        else []
-    )
+    """Of the requests and of throughput if `full`, and of the bystanders."""
+    of_requests: list[Contrast] = []
+    if full:
+        sides = _requests(left), _requests(right)
+        of_requests += contrast_arms(*sides, a=a, b=b, metrics=CONTRASTED)
+        of_requests += _rate_contrasts(*sides, a=a, b=b)
     blocks = ([sample for sample in side if "gaps_s" in sample] for side in (left, right))
     of_bystanders = contrast_arms(*blocks, a=a, b=b, metrics=BYSTANDERS)
     # values are quantiles of blocks already: a p90 over blocks would be a quantile of quantiles
     return of_requests + [row for row in of_bystanders if row["statistic"] == "ratio of medians"]
+
+
+def _rate_contrasts(
+    left: Sequence[Sample], right: Sequence[Sample], *, a: str, b: str
+) -> list[Contrast]:
+    """Throughput of arm `b` over that of `a`, as `throughput` has it, over the blocks that both
+    have."""
+    found = []
+    measured = [
+        (side, sample)
+        for side, arm in enumerate((left, right))
+        for sample in arm
+        if not sample["warm_up"]
+    ]
+    for cell, taken in grouped(measured, lambda row: row[1]["cell"]):
+        sides = [[sample for side, sample in taken if side == which] for which in (0, 1)]
+        # of all servers of an arm together: those of one number have the same requests
+        of_a, of_b = (_grouped(side, lambda sample: sample["block"]) for side in sides)
+        pairs = [(of_a[block], of_b[block]) for block in of_a if block in of_b]
+        about = {"cell": cell, "a": a, "b": b, "n": sum(len(asked) for asked, _ in pairs)}
+        for name, side in zip("ab", sides, strict=True):
+            about |= {
+                f"asked_{name}": len(side),
+                f"failed_{name}": sum("error" in sample for sample in side),
+            }
+        for metric in RATES if pairs else ():
+            amounts = [(_amounts(one)[metric], _amounts(other)[metric]) for one, other in pairs]
+            blocks = [
+                (of_one, loaded_s(one), of_other, loaded_s(other))
+                for (one, other), (of_one, of_other) in zip(pairs, amounts, strict=True)
+                if of_one is not None and of_other is not None
+            ]
+            if len(blocks) == len(pairs):
+                found.append({"metric": metric, **about, **rates(blocks)})
+    return found
 
 
 def _row(group: Sequence[Sample]) -> Row:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from eval.outcome import text
-from eval.serve.latency import cell_rows, loaded_s, summarize, throughput
+from eval.serve.latency import RATES, cell_rows, loaded_s, summarize, throughput
 
 MOVED = {"exact": 10, "relocated": 60, "recomputed": 15, "computed": 15}
 
@@ -101,6 +102,69 @@ def test_throughput_counts_the_time_the_arm_was_loaded() -> None:
     }
 
 
+def loaded_arm(arm: str, pace: float, seed: int) -> list[dict[str, Any]]:
+    """Blocks of two, of unequal lengths, and answers of unequal lengths; one request fails."""
+    rng = np.random.default_rng(seed)
+    seconds, tokens = pace * rng.uniform(1, 3, 24), rng.integers(1, 9, 24)
+    taken = [
+        sample(arm, n, done_s=n + float(seconds[n]), completion_tokens=int(tokens[n]))
+        for n in range(24)
+    ]
+    taken[5] |= {"error": "timeout", "completion_tokens": None}
+    return taken
+
+
+def test_ratios_of_throughput_are_a_plain_bootstraps() -> None:
+    """Of the two arms' throughput over the same blocks, drawn whole."""
+    slow, fast = arms = loaded_arm("ours", 2.0, 0), loaded_arm("fused", 1.0, 1)
+    warm_up = sample("fused", 90, warm_up=True, done_s=1e6)
+    results = summarize([*slow, *fast, warm_up], facts={}, against="ours")
+    found = {one["metric"]: one for one in results["contrasts"] if one["metric"] in RATES}
+    rng, draws = np.random.default_rng(3), []
+    for _ in range(4000):
+        blocks = rng.integers(0, 12, 12)
+        told = [
+            throughput(
+                [
+                    {**arm[2 * block + of], "block": number}
+                    for number, block in enumerate(blocks)
+                    for of in (0, 1)
+                ]
+            )
+            for arm in arms
+        ]
+        draws.append([told[1][name] / told[0][name] for name in RATES])  # type: ignore[operator]
+    for name, low, high in zip(RATES, *np.quantile(draws, [0.025, 0.975], axis=0), strict=True):
+        one, both = found[name], [throughput(arm)[name] for arm in arms]
+        assert [one["a_value"], one["b_value"]] == pytest.approx(both)
+        assert one["value"] == pytest.approx(one["b_value"] / one["a_value"])
+        assert [one["low"], one["high"]] == pytest.approx([low, high], rel=0.03)
+        assert (one["a"], one["b"], one["n"], one["num_blocks"]) == ("ours", "fused", 24, 12)
+        assert (one["failed_a"], one["asked_b"]) == (1, 24)
+    assert any(line.startswith("fused answers requests 1.") for line in results["verdict"])
+    rows = {row["metric"]: row for row in results["tables"][-1]["rows"]}
+    assert rows["requests per second"]["ratio"] == "fused / ours"
+    value, low = (found["requests_per_s"][each] for each in ("value", "low"))
+    assert rows["requests per second"]["value and interval"].startswith(f"{value:.2f} [{low:.2f}")
+    back = summarize([*slow, *fast], facts={}, against="fused")["verdict"]
+    assert any(line.startswith("ours answers requests 1.") and "slower" in line for line in back)
+
+
+def test_throughput_of_unequal_counts_has_no_ratio() -> None:
+    """Blocks that one arm alone has do not count; nor do tokens that a server does not."""
+    taken = [*loaded_arm("ours", 1.0, 0), *loaded_arm("fused", 1.0, 0)[:-2]]
+    for one in taken[24:]:
+        one["completion_tokens"] = None
+    contrasts = summarize(taken, facts={}, against="ours")["contrasts"]
+    (found,) = [one for one in contrasts if one["metric"] in RATES]
+    assert (found["metric"], found["num_blocks"], found["value"]) == ("requests_per_s", 11, 1.0)
+    assert (found["low"], found["high"]) == (1.0, 1.0)
+    for one in taken:
+        one["error"] = "timeout"
+    contrasts = summarize(taken, facts={}, against="ours")["contrasts"]
+    assert [one["value"] for one in contrasts if one["metric"] in RATES] == [None, None]
+
+
 def test_server_that_counts_no_tokens_has_no_token_figures() -> None:
     untold: dict[str, Any] = dict.fromkeys(
         ("cached_tokens", "prompt_tokens", "completion_tokens", "fates")
@@ -142,13 +206,13 @@ def test_every_arm_is_compared_with_one_in_each_cell() -> None:
     found = {
         (c["b"], c["cell"]["rate"], c["metric"], c["statistic"]): c for c in results["contrasts"]
     }
-    assert len(found) == 2 * 2 * 2 * 3
+    assert len(found) == 2 * 2 * (2 * 3 + len(RATES))
     assert found["ours", 1, "ttft_s", "ratio of medians"]["value"] == pytest.approx(3.0)
     assert found["craft", 2, "ttft_s", "ratio of p90"]["value"] == pytest.approx(1.0)
     *said, chance = results["verdict"]
     assert len(said) == 6, "only where the interval leaves out 1: ours, both rates, all statistics"
     assert all(line.startswith("ours reaches the first token 3.00 times faster") for line in said)
-    assert chance.startswith("Of 24 comparisons")
+    assert chance.startswith("Of 32 comparisons")
     assert results["servers"] == {"ours": {}}
 
 
@@ -162,7 +226,7 @@ def test_verdict_tells_of_the_cache_and_the_table_of_times() -> None:
     said = "\n".join(results["verdict"])
     assert "prompt tokens found cached: ours is 0.575 higher than stock-lpm" in said
     assert "prompt tokens computed: ours is 57.5 tokens lower than stock-lpm" in said
-    arms, ratios = (table["rows"] for table in results["tables"])
+    arms, ratios, _ = (table["rows"] for table in results["tables"])
     assert [(row["arm"], row["cached"]) for row in arms] == [("stock-lpm", 0.25), ("ours", 0.25)]
     assert [row["of"] for row in ratios] == ["mean ratio", "medians", "p90"]
     assert {row["value and interval"] for row in ratios} == {"1.00 [1.00, 1.00]"}
@@ -177,10 +241,10 @@ def test_table_shows_arms_cells_and_ratios() -> None:
     facts = {"overhead": {"k=5/ours": {"share": 0.001}}}
     results = summarize(samples, facts=facts, against="stock-lpm")
     assert [row["overhead_share"] for row in results["cells"]] == [None, 0.001]
-    arms, ratios = (table["rows"] for table in results["tables"])
+    arms, ratios, rates = (table["rows"] for table in results["tables"])
     shown = [(row["arm"], row["cell"], row["n"], row["errors"]) for row in arms]
     assert shown == [("stock-lpm", "k 5", 8, None), ("ours", "k 5", 8, 1)]
-    assert {row["value and interval"] for row in ratios} == {"1.00, too few"}
+    assert {row["value and interval"] for row in ratios + rates} == {"1.00, too few"}
     assert "stock-lpm / ours" in text(results["tables"])
 
 

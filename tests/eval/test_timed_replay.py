@@ -4,6 +4,7 @@ the arms against the replays without times."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -19,10 +20,12 @@ from eval.replay.exact import Replay
 from eval.replay.fused import FusedReplay, Timing
 from eval.replay.generated import GeneratedTrace
 from eval.replay.grid import Cell
-from eval.replay.timed import costs_of
+from eval.replay.timed import QUESTION_TOKENS, costs_of
+from eval.roofline.build import REVIEWED
+from eval.roofline.model import WINDOW_TOKENS, Model, Prompt
 from radix_ext import Chunk, ChunkId
 from radix_ext.backlog import Bounds
-from radix_ext.costs import Line, Phase, extend_work
+from radix_ext.costs import Line, Phase, Work, extend_work, through
 from sglang_chunkcache import ChunkCacheConfig
 from tests.kit.integrity import of_chains
 
@@ -98,6 +101,65 @@ def test_load_is_that_of_the_times_alone(
             arms(tmp_path / wrong[0], capsys, "h100", *wrong)
     with pytest.raises(CommandError, match="--machine need each other"):
         main(["--generate", "9", "--clients", "4"])
+
+
+def test_fusionrag_takes_what_its_passes_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a prompt whose chunks are all in host memory: they come, the question chooses 15% of
+    them, and these run with the question behind them."""
+    found, num = arms(tmp_path, capsys, "h100", "--clients", "1"), 54 * 500
+    told, costs = found["fusionrag"], costs_of(MACHINES["h100"], SHAPE)
+    question = extend_work(num, num + QUESTION_TOKENS)._replace(calls=0)
+    expected = (
+        costs[Phase.HOST].seconds(Work(54, num))
+        + costs[Phase.QUESTION].seconds(through(1, WINDOW_TOKENS, num))
+        + costs[Phase.RECOMPUTE].seconds(through(1, math.ceil(0.15 * num), num))
+        + costs[Phase.RECOMPUTE].seconds(question)
+    )
+    assert told["first"]["ttft_s"] == pytest.approx(expected)
+    assert (told["exact"], told["computed"]) == (0, 0)
+    assert told["recomputed"] == math.ceil(0.15 * num) * 4
+    assert told["loads"][0]["mean_s"] == pytest.approx(told["mean_s"])
+    short = arms(tmp_path / "short", capsys, "h100", "--k", "1")
+    computed, moved = (short[arm]["mean_s"] for arm in ("stock", "fusionrag"))
+    assert moved > computed, "it moves what is computed sooner, too"
+    assert "fusionrag" not in arms(tmp_path / "disk", capsys, "h100", "--disk-gbps", "7")
+
+
+@pytest.mark.parametrize("machine", ["h100", "l40s"])
+def test_question_is_priced_as_the_roofline_has_it(machine: str) -> None:
+    """But for what it reads of KV and vectors."""
+    line = costs_of(MACHINES[machine], SHAPE)[Phase.QUESTION]
+    steps = Model(MACHINES[machine], SHAPE, REVIEWED).steps(Prompt(8192, 0.15))
+    asked = through(1, WINDOW_TOKENS, 8192)
+    assert line.seconds(asked) == pytest.approx(steps["question"].seconds, rel=0.2)
+
+
+def test_fusionrag_is_stored_behind_neighbors(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is reserved is there for the first prompt, though host memory has not room for all;
+    what the store refuses takes none."""
+    replays = list[FusedReplay]()
+
+    def create(*args: Any, **options: Any) -> FusedReplay:
+        replays.append(FusedReplay(*args, **options))
+        return replays[-1]
+
+    monkeypatch.setattr("eval.replay.timed.FusedReplay", create)
+    found = arms(tmp_path, capsys, "h100", "--host", "60000")
+    num_there = [found[arm]["first"]["from_host"] for arm in ("fused", "fusionrag")]
+    assert num_there == [0, 27_000]
+    stored = [(len(each.prefix), each.preprocessed) for each in replays[-1].store.held]
+    assert (1, True) in stored
+    assert {prefix for prefix, is_preprocessed in stored if is_preprocessed} == {1}
+    arms(tmp_path / "few", capsys, "h100", "--store-chunks", "20", "--store-variants", "1")
+    for replay in replays:
+        if replay.host is not None:
+            pool = replay.host.nodes.pool
+            num_bytes = (pool.num_slots - pool.num_free) * SHAPE.token_bytes()
+            assert replay.store.held.num_bytes == num_bytes
 
 
 def test_nothing_is_loaded_where_computing_is_faster(
