@@ -21,13 +21,14 @@ from tests.kit import releases
 from tests.kit.cache_integrity import nodes_of
 from tests.kit.fused import report
 from tests.kit.requests import rag
+from tests.kit.tensors import all_kv, spoil
 from tests.reference.model_scheduler import ModelScheduler
 from tests.reference.scheduler import FakeReq, Round, config, walk
 
 pytestmark = [pytest.mark.engine, pytest.mark.matrix]
 
 HEAD = (90, 91)
-A, B, C, D = ([(7 * index + 3 * i) % 89 + 1 for i in range(80)] for index in range(4))
+A, B, C, D, E = ([(7 * index + 3 * i) % 89 + 1 for i in range(80)] for index in range(5))
 Make = Callable[[], ModelScheduler]
 FUSION = FusionRequest("first", 0.25, "r")
 TOLERANCE = 5e-5
@@ -41,7 +42,7 @@ def make() -> Iterator[Make]:
 
     def made() -> ModelScheduler:
         knobs = config(reuse="fused", recompute_attention="masked")
-        scheduler = ModelScheduler(runner, 1500, knobs, prefill_budget=256)
+        scheduler = ModelScheduler(runner, 1500, knobs, prefill_budget=512)
         scheduler.fuser.fusion_pass.calibration = Calibration(heads=((0, 1), (2, 3)))
         return scheduler
 
@@ -129,25 +130,56 @@ def fail_at(monkeypatch: pytest.MonkeyPatch, layer: Any, *, times: int) -> None:
     monkeypatch.setattr(layer, "forward", failing)
 
 
+BATCH = [(A, B, C), (A, B, D, C), (A, E, B), (D, E, B)]
+"""After A, B, C and D were served alone. The exact chain grows by B with the first, the others move
+it; C is moved for two, E is a gap of two."""
+
+
+def sharing(make: Make) -> tuple[ModelScheduler, list[FakeReq]]:
+    scheduler = make()
+    for chunk in (A, B, C, D):
+        scheduler.serve(rag(chunk))
+    wish: dict[str, Any] = {"fusion": FUSION, "promoted_len": 2, "exact_gaps": 1}
+    return scheduler, [rag(*chunks, **wish) for chunks in BATCH]
+
+
+def tree_of(scheduler: ModelScheduler) -> list[Any]:
+    return [(str(keys), node.value.tolist()) for keys, node in walk(scheduler.cache)]
+
+
+def tree_kv(scheduler: ModelScheduler) -> Tensor:
+    return torch.stack(models.kv_of(scheduler._runner, torch.tensor(scheduler.tree_slots())))
+
+
 @pytest.mark.parametrize("layer", range(models.NUM_LAYERS))
 def test_pass_that_fails_at_any_layer_leaves_no_trace(
     make: Make, monkeypatch: pytest.MonkeyPatch, layer: int
 ) -> None:
-    """Both requests of its batch are computed, bit by bit as if nothing had been moved before."""
-    runs = []
+    """All of its batch are computed, also who moves what the chain grows by: the whole pool is bit
+    by bit as if nothing had been moved before, and every node of the tree is filled."""
+    runner, pools, trees = models.runner("llama"), list[Tensor](), list[list[Any]]()
     for is_moved in (False, True):
-        scheduler = make()
-        scheduler.serve(rag(A, B, C))
+        spoil(runner)
+        scheduler, reqs = sharing(make)
         with monkeypatch.context() as patch:
             if is_moved:
-                fail_at(patch, scheduler._runner.model.model.layers[layer], times=1)
+                fail_at(patch, runner.model.model.layers[layer], times=1)
             else:
                 mover = scheduler.fuser.fusion_pass.mover
                 patch.setattr(mover, "move", mock.Mock(side_effect=OSError))
-            one, two = rag(B, fusion=FUSION), rag(D, C, fusion=FUSION)
-            runs.append(kv_of_batch(scheduler, one, two))
-        assert (report(one).fallbacks, report(two).fallbacks) == ((Fallback.PASS_FAILED,),) * 2
-    assert all(map(torch.equal, *runs))
+            found = kv_of_batch(scheduler, *reqs)
+        scheduler.check()
+        assert scheduler.cache.protected_size() == 0
+        told = [(report(req).fallbacks, report(req).gap, report(req).relocated) for req in reqs]
+        assert told == [((Fallback.PASS_FAILED,), gap, 0) for gap in (len(B), 0, len(E), len(E))]
+        assert bool(tree_kv(scheduler).isfinite().all())
+        pools.append(torch.stack(all_kv(runner)).view(torch.uint8))
+        trees.append(tree_of(scheduler))
+    assert torch.equal(*pools)
+    assert trees[0] == trees[1]
+    alone = make()
+    for got, chunks in zip(found, BATCH, strict=True):
+        assert_close(got, kv_of_batch(alone, rag(*chunks))[0])
 
 
 @pytest.mark.parametrize("layer", range(models.NUM_LAYERS))
@@ -155,17 +187,13 @@ def test_what_cannot_even_be_computed_leaves_nothing(
     make: Make, monkeypatch: pytest.MonkeyPatch, layer: int
 ) -> None:
     """Tree and pool are as they were, bit by bit, whichever layer fails."""
-    scheduler = make()
-    scheduler.serve(rag(A, B, C))
+    scheduler, reqs = sharing(make)
 
-    def everything() -> tuple[list[Any], Tensor]:
-        nodes = [(str(keys), node.value.tolist()) for keys, node in walk(scheduler.cache)]
-        slots = [slot for _, each in nodes for slot in each]
-        kv = torch.stack(models.kv_of(scheduler._runner, torch.tensor(slots)))
-        return [*nodes, sorted(scheduler.free_slots())], kv
+    def everything() -> list[Any]:
+        num_evictable = scheduler.cache.evictable_size()
+        return [*tree_of(scheduler), sorted(scheduler.free_slots()), num_evictable]
 
-    before, kv = everything()
-    reqs = [rag(B, fusion=FUSION), rag(D, C, fusion=FUSION)]
+    before, kv = everything(), tree_kv(scheduler)
     for req in reqs:
         assert scheduler.add(req, 1000) is not None
     with monkeypatch.context() as patch:
@@ -175,9 +203,8 @@ def test_what_cannot_even_be_computed_leaves_nothing(
     for req in reqs:
         assert getattr(req, releases.DROPPED) is not None
         scheduler.release(req, is_insert=True)
-    after, kv_after = everything()
-    assert after == before
-    assert torch.equal(kv_after, kv)
+    assert everything() == before
+    assert torch.equal(tree_kv(scheduler), kv)
 
 
 def cached_kv(scheduler: ModelScheduler, req: FakeReq, num_tokens: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -77,33 +77,6 @@ class Queue:
         told = self.line.add(adder, req, add, match)
         assert told == ("asked" if req in adder.can_run_list else None)
         return req in adder.can_run_list
-
-
-POLICIES: dict[str, Callable[[list[Any], Any], list[Any]]] = {
-    "fcfs": lambda small, large: [large, *small],
-    "lpm": lambda small, large: [*small, large],
-    "priority": lambda small, large: sorted([large, *small], key=lambda req: -req.priority),
-}
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_one_large_request_under_a_stream_of_small_ones(policy: str) -> None:
-    """It needs all that three hold. In each round one of these ends, and another one comes."""
-    queue, num_overtaken = Queue(), 0
-    (large,), queue.running = queue.large, [queue.arrive() for _ in range(3)]
-    small, admitted = list[Any](), list[Any]()
-    while large not in admitted:
-        num_overtaken += len(admitted)
-        assert num_overtaken <= MAX_OVERTAKEN + 1
-        small.append(queue.arrive(priority=-1 if policy == "priority" else 0))
-        queue.running = queue.running[1:]
-        queue.comes = not queue.running
-        asked = POLICIES[policy](small[:1], large)
-        told = queue.round(*asked)
-        admitted = [req for req, is_admitted in zip(asked, told, strict=True) if is_admitted]
-        small = [req for req in small if req not in admitted]
-        queue.running += admitted
-    assert num_overtaken >= MAX_OVERTAKEN
 
 
 def test_later_ones_overtake_it_so_often_and_no_more() -> None:
