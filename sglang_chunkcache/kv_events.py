@@ -46,7 +46,7 @@ def own_config() -> str | None:
 
 
 def _own_sockets() -> dict[str, str] | None:
-    """In a folder that is removed at the end. None: its path is too long for a socket's."""
+    """In a folder that is gone after an orderly end. None: its path is too long for a socket's."""
     folder = tempfile.mkdtemp(prefix="chunkcache-inproc-")  # with mode 0700
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     events, replay = Path(folder, "events"), Path(folder, "replay")

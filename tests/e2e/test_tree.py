@@ -42,6 +42,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.matrix]
 
 PAGE = 16
 PAGED = ["--page-size", str(PAGE)]
+LARGE_POOL = ["--max-total-tokens", "8192"]
 POOL = ["--max-total-tokens", "2400", "--chunked-prefill-size", "32", "--max-running-requests", "8"]
 UNPINNED = ("-m", "tests.e2e.unpinned_server")
 _numbers = count()
@@ -276,7 +277,8 @@ def test_random_model(
 ) -> None:
     """Under `auto`: dense, sliding windows shorter than the prompts, mixtures of experts,
     MLA."""
-    given = ["--model-path", str(model_of(family)), "--max-total-tokens", "8192", *flags]
+    # by default SGLang computes a float32 model in float16
+    given = ["--model-path", str(model_of(family)), "--dtype", "float32", *LARGE_POOL, *flags]
     with Server(given, log=tmp_path / "log", env=STRICT) as server:
         assert stats_of(server)["tree"]["kind"] == kind
         replies = run(server, make_requests(4))
@@ -298,8 +300,9 @@ def test_adapters_share_nothing(
     in either tree."""
     model, adapter = model_of("llama"), tmp_path / "adapter"
     models.write_adapter(adapter, model)
-    flags = ["--model-path", str(model), "--max-total-tokens", "8192", "--chunkcache-tree", tree]
+    flags = ["--model-path", str(model), "--dtype", "float32", "--chunkcache-tree", tree]
     flags += ["--enable-lora", "--lora-paths", f"a={adapter}", "--lora-backend", "torch_native"]
+    flags += LARGE_POOL
     with Server(flags, log=tmp_path / "log", env=STRICT, launcher=UNPINNED) as server:
         requests, seen = make_requests(5, 6), list[list[Answer]]()
         for lora in (None, "a"):

@@ -69,6 +69,17 @@ def held(bench: Bench, *passages: Passage) -> int:
     return bench.plan("q", *passages, order="retriever").planned_len
 
 
+def test_match_that_ends_within_the_first_page_says_nothing_of_a_chunk_in_it() -> None:
+    """Nothing is found of `s, x`, since no whole page is the same; `s, b, c` stays."""
+    bench = make_bench(border=63)
+    short, other = Passage("short", "s" * 9), Passage("other", "o" * 90)
+    bench.reply(bench.ask("q", short, A, B), cached=0)
+    assert held(bench, short, A, B) == 3
+    bench.reply(bench.ask("q", short, other, order="retriever"), cached=0)
+    assert held(bench, short, A, B) == 3
+    assert mirror_of(bench).num_corrections == 0
+
+
 def test_answered_prompt_is_expected() -> None:
     """And the order follows it. SGLang gets the request without anything of ours."""
     bench = make_bench()
