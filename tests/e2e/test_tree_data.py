@@ -115,6 +115,7 @@ def test_stock_tree_finds_what_ours_does(runs: Runs, task: str) -> None:
         theirs = runs[tree, page, task, "tree"]
         pairs = [(one.found, other.found) for one, other in zip(theirs, ours, strict=True)]
         short = [(i, *pair) for i, pair in enumerate(pairs) if pair[0] < pair[1] - (page - 1)]
+        print(f"{task} {tree} page {page}: found by request: {[each.found for each in theirs]}")
         print(f"{task} {tree} page {page}: less than ours by over {page - 1}: {short}")
         assert [each.prompt for each in theirs] == [each.prompt for each in ours]
         assert not short
