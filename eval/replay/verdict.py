@@ -53,6 +53,8 @@ _POLICIES = (
     "k",
     "host",
     "host_admission",
+    "page_size",
+    "padded",
 )
 _WHAT = {"tokens": "chunk tokens", "chunks": "chunks"}
 
@@ -117,7 +119,7 @@ class _Verdict:
         self._varied = [
             name
             for name in _POLICIES
-            if len({one["cell"][name] for one in self._ours} - {None}) > 1
+            if len({one["cell"].get(name) for one in self._ours} - {None}) > 1
         ]
 
     def sentences(self) -> list[str]:
