@@ -186,10 +186,14 @@ def _tell_arrival(result: Any, scheduler: Any, req: Any, *args: Any, **kwargs: A
 
 
 def _add_or_wait(add: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    cache, stock = _ours(adder.tree_cache), partial(add, adder, req, *args, **kwargs)
+    cache = _ours(adder.tree_cache)
     if cache is None:
-        return stock()
+        return add(adder, req, *args, **kwargs)
     from sglang.srt.managers.schedule_policy import AddReqResult
+
+    def stock() -> Any:
+        with cache.admitting(req):
+            return add(adder, req, *args, **kwargs)
 
     result = cache.line.add(adder, req, stock, partial(req.init_next_round_input, cache))
     # For NO_TOKEN SGLang takes the running batch for full: where nothing runs, since copies alone

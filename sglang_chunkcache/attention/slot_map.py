@@ -197,6 +197,10 @@ class SlotMap:
         """[n] int64: what is written and copied; keys are as they were computed."""
         return self._row[slots]
 
+    def is_in_use(self, slots: Tensor) -> Tensor:
+        """[n] bool: somebody holds the row."""
+        return self._holders[self._row[slots]] > 0
+
     def is_shared(self, slots: Tensor) -> Tensor:
         """[n] bool: by `share`, and not recomputed since."""
         return self._is_shared[slots]

@@ -112,6 +112,11 @@ class Fuser:
             self.tier.storage.waits.planned(state(req).loads)
         return self.planner.match(req, key, spans, result)
 
+    def num_saved(self, req: Req) -> int:
+        """Rows that its promise will not take, since others hold them: with one copy of a chunk."""
+        sharing = self.fusion_pass.sharing
+        return 0 if sharing is None else sharing.num_saved(outcome_of(req).plan)
+
     def commit(self, req: Req, node: TreeNode) -> torch.Tensor | None:
         """As `Promises.commit`; the sources of what is promised are used."""
         slots = self.promises.commit(req, node)

@@ -42,6 +42,12 @@ class Sharing:
         """That a promise takes, with those that it reserves."""
         return plan.end - plan.start - _num_shared(plan) + _num_expected(plan)
 
+    def num_saved(self, plan: ReusePlan) -> int:
+        """Rows that others hold already of those that it would take if it shared none."""
+        sources = [source.node.value for _, source in _on_device(plan)]
+        num_held = sum(int(self._slot_map.is_in_use(slots).sum()) for slots in sources)
+        return max(0, num_held - _num_expected(plan))
+
     def share(self, move: Move) -> None:
         """Rows for its slots, which have none; `num_rows` are free."""
         plan, own = move.plan, torch.ones(len(move.slots), dtype=torch.bool)

@@ -28,7 +28,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -132,6 +132,10 @@ class ChunkRadixCache(ChunkTree):
         """It left SGLang's queue unserved."""
         super().release_aborted_request(handle)
         self.line.left(handle.rid)
+
+    def admitting(self, req: Req) -> AbstractContextManager[None]:
+        """Around SGLang's decision on a waiting request. Called by our hook."""
+        return nullcontext()
 
     def load_back_is_cache_owned(self) -> bool:
         """No: a request inserts what it was promised with what it has computed."""

@@ -10,11 +10,12 @@ means it, so what is evicted may free fewer than it has: eviction goes on until 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, EvictResult, InitLoadBackParams
 from sglang.srt.mem_cache.radix_cache import TreeNode
 
 from sglang_chunkcache.attention.slot_map import SlotMap
@@ -22,11 +23,14 @@ from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.node import joined, paths, up_from
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
     from torch import Tensor
 
 
 class OneCopyRadixCache(ChunkRadixCache):
     """Its allocator is a `VirtualAllocator`."""
+
+    _num_saved = 0  # rows that a request will not take, while SGLang decides on it
 
     @property
     def _slot_map(self) -> SlotMap:
@@ -34,7 +38,26 @@ class OneCopyRadixCache(ChunkRadixCache):
 
     def evictable_size(self) -> int:
         """Tokens more that fit once all that is not in use is evicted."""
-        return min(self._idle()) - int(self.token_to_kv_pool_allocator.available_size())
+        num_slots, num_rows = self._idle()
+        num_free = int(self.token_to_kv_pool_allocator.available_size())
+        return min(num_slots, num_rows + self._num_saved) - num_free
+
+    def num_idle(self) -> int:
+        return min(self._idle())
+
+    @contextmanager
+    def admitting(self, req: Req) -> Iterator[None]:
+        """SGLang asks for room for all that is promised, of which some has rows already."""
+        fuser = self.tiers.fuser
+        self._num_saved = 0 if fuser is None else fuser.num_saved(req)
+        try:
+            yield
+        finally:
+            self._num_saved = 0
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[Any, TreeNode] | None:
+        self._num_saved = 0  # from here on what it takes is taken
+        return super().init_load_back(params)
 
     def in_slots(self, stats: Any) -> Any:
         """SGLang's figures of the pool, as if each slot in use had a row."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -161,7 +162,8 @@ def test_request_that_is_put_off_blocks_nobody(
     monkeypatch.setattr(hooks, "_ours", lambda cache: cache)
     answer: Any = None
     line = SimpleNamespace(add=lambda adder, req, add, match: answer and add(), is_idle=is_idle)
-    adder = SimpleNamespace(tree_cache=SimpleNamespace(line=line))
+    cache = SimpleNamespace(line=line, admitting=lambda req: nullcontext())
+    adder = SimpleNamespace(tree_cache=cache)
     req = SimpleNamespace(init_next_round_input=print)
 
     def told(said: Any) -> Any:

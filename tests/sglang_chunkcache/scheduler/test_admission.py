@@ -73,8 +73,9 @@ class Admitted(Exception):
 class Server(Rank):
     """Each round one decoding step of all that run; who runs ends when it is told to."""
 
-    def __init__(self, capacity: int, policy: str = "fcfs") -> None:
-        super().__init__(rag(A, LONG), capacity=capacity, prefill_budget=1000, is_chunked=False)
+    def __init__(self, capacity: int, policy: str = "fcfs", **knobs: Any) -> None:
+        how = {"capacity": capacity, "prefill_budget": 1000, "is_chunked": False, **knobs}
+        super().__init__(rag(A, LONG), **how)
         self._num_small = 0
         has_priorities = policy == "priority"
         self.asked, self.told = list[Req](), list[AddReqResult]()
@@ -220,4 +221,20 @@ def test_where_copies_alone_hold_the_slots_nobody_waits_for_them_for_ever(
         for slots in copies:
             server.allocator.free(slots)
     server.end(large)
+    server.check()
+
+
+@pytest.mark.parametrize(("one_copy", "num_admitted"), [("off", 1), ("on", 3)])
+def test_with_one_copy_nobody_asks_for_rows_that_others_hold(
+    one_copy: str, num_admitted: int
+) -> None:
+    """The same 20 tokens for each, at four places."""
+    server = Server(60, one_copy=one_copy)
+    reqs = [server.arrive(fused(LONG, head=[200 + n] * (2 + n))) for n in range(4)]
+    assert server.round() == reqs[:num_admitted]
+    server.check(server.running)
+    while server.running:
+        server.end(server.running[0])
+        server.round()
+    assert [report(req).relocated for req in reqs] == [len(LONG)] * len(reqs)
     server.check()
