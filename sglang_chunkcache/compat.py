@@ -16,7 +16,9 @@ asks for features, never for a version.
     MHATokenToKVPoolHost of a device pool    of the pool's description of itself
     get_mha_kv_pool_cls() of a platform      get_kv_pool_cls(kind): cpu/platform.py answers both
 
-From 0.5.22 on slots in pages need no Triton: until then cpu/allocator.py has them.
+From 0.5.22 on slots in pages need no Triton: until then cpu/allocator.py has them. Of the new life
+cycle `finish_external_linker_loads` is SGLang's own: it is called for a linker, and one of these
+comes with SGLang's tree.
 """
 
 from __future__ import annotations

@@ -19,7 +19,12 @@ NUM_SLOTS, HEADS, KV_HEADS, HEAD_DIM = 64, 4, 2, 8
 
 
 def attend(
-    cls: type, lens: list[tuple[int, int]], dtype: torch.dtype, **kwargs: Any
+    cls: type,
+    lens: list[tuple[int, int]],
+    dtype: torch.dtype,
+    *,
+    decodes: bool = False,
+    **kwargs: Any,
 ) -> torch.Tensor:
     """Attention of sequences of (prefix, extend) tokens, each on a row of scattered slots."""
     rng = torch.Generator().manual_seed(1)
@@ -34,8 +39,12 @@ def attend(
     kv, whole = (queries, torch.empty_like(queries), keys, values), prefix + extend
     backend: Any = object.__new__(cls)
     settings = {"scaling": HEAD_DIM**-0.5, "enable_gqa": True, "causal": True, **kwargs}
+    places: tuple[torch.Tensor, ...]
     places = rows, torch.arange(len(lens)), whole, prefix, extend
-    return backend._run_sdpa_forward_extend(*kv, *places, **settings)  # type: ignore[no-any-return]
+    if decodes:
+        places, settings = places[:3], {**settings, "causal": False}
+    name = "_run_sdpa_forward_decode" if decodes else "_run_sdpa_forward_extend"
+    return getattr(backend, name)(*kv, *places, **settings)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize(
@@ -50,6 +59,16 @@ def test_equals_sglangs(lens: list[tuple[int, int]], dtype: torch.dtype, toleran
         attend(cls, lens, dtype) for cls in (TorchNativeAttnBackend, UnpaddedAttention)
     )
     torch.testing.assert_close(got, expected, atol=tolerance, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("window", [None, 5])
+def test_decoding_is_sglangs_bit_for_bit(dtype: torch.dtype, window: int | None) -> None:
+    expected, got = (
+        attend(cls, [(9, 1), (30, 1)], dtype, decodes=True, sliding_window_size=window)
+        for cls in (TorchNativeAttnBackend, UnpaddedAttention)
+    )
+    assert torch.equal(got, expected)
 
 
 def test_blocks_of_queries_join_seamlessly(monkeypatch: pytest.MonkeyPatch) -> None:
