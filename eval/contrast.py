@@ -21,7 +21,7 @@ MAX_FAILED = 0.01
 """No verdict if an arm failed a larger share of its requests, and more than the other:
 the answered ones may be the easy ones."""
 OTHERS: tuple[Statistic, ...] = ("difference of means",)
-"""Times are compared by ratios; other metrics, which may be zero, by differences."""
+"""Times and rates are compared by ratios; other metrics, which may be zero, by differences."""
 PACES = (*RATIOS, RATE_RATIO)
 """Above 1, b takes less time."""
 DOES = {
@@ -123,8 +123,9 @@ def direction(contrast: Mapping[str, Any]) -> Literal["better", "worse"] | None:
         or not (is_ratio or metric in METRICS)
     ):
         return None
-    b_has_less = low > 1 if is_ratio else high < 0
-    return "better" if b_has_less == (is_ratio or METRICS[metric].better == "lower") else "worse"
+    # of a ratio: b takes less time
+    is_less = low > 1 if is_ratio else high < 0
+    return "better" if is_less == (is_ratio or METRICS[metric].better == "lower") else "worse"
 
 
 def sentences(contrasts: Sequence[Contrast]) -> list[str]:

@@ -138,7 +138,8 @@ def rates(
         blocks: (amount of a, its seconds, amount of b, its seconds) of each, at least one; whole
             blocks are resampled, however few they are. Seconds are over 0.
     Returns:
-        As `contrast`, but for `n`. No value where an arm has nothing, be it in one draw.
+        As `contrast`, but for `n`. No value where an arm has nothing, or an end of
+        the interval is 0 or infinite.
     """
     values, units = np.asarray(blocks, dtype=float), np.arange(len(blocks))
 

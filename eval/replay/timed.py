@@ -263,7 +263,7 @@ class TimedArm:
         self, trace: Iterable[TraceRequest], token_bytes: int, *, is_behind: bool
     ) -> None:
         """Each chunk behind its first head, as `sglang_chunkcache.preprocess` leaves it: alone, or
-        behind the chunk before it."""
+        behind the chunk before it, a prompt's first one behind its last."""
         replay, seen = self._replay, set[Any]()
         for request in trace:
             for index, chunk in enumerate(request.chunks):

@@ -108,8 +108,8 @@ def fresh(requests: Sequence[Request]) -> list[Request]:
 
 
 def days(requests: Sequence[Request], change: Literal["documents", "prompt"]) -> list[Request]:
-    """The requests three times, each time another day, as `eval replay --days`: all chunks are new
-    ones, or the system prompt was edited."""
+    """The requests three times, each time another day (`eval replay --days`): all chunks
+    are new ones, or the system prompt was edited."""
     return [
         replace(
             request,

@@ -259,6 +259,8 @@ class SlotMap:
         return self._known[key][1]
 
     def _places(self, slots: Tensor) -> Places:
+        if not self._is_shared[slots].any():
+            return Places(self._row[slots], None, None)
         old, new = self._old[slots], self._new[slots]
         turned = (old != new).nonzero().flatten()
         if not len(turned):
@@ -267,6 +269,8 @@ class SlotMap:
         return Places(self._row[slots], turned, turn)
 
     def _groups(self, slots: Tensor) -> Groups | None:
+        if not self._is_shared[slots].any():
+            return None
         old, new = self._old[slots], self._new[slots]
         distance, order = (new - old).sort(stable=True)
         _, sizes = torch.unique_consecutive(distance, return_counts=True)

@@ -31,7 +31,7 @@ def create(runner: Any) -> UnpaddedAttention:
 
 class UnpaddedAttention(TorchNativeAttnBackend):  # type: ignore[misc]
     """Equal to its base where nothing is cached, and in decoding; after a prefix within rounding.
-    Faster."""
+    Both are faster."""
 
     def _run_sdpa_forward_extend(
         self,

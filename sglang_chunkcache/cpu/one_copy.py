@@ -62,16 +62,18 @@ class OneCopyAttention(UnpaddedAttention):
         encoder_lens: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
+        sides, plain = (k_cache.buffer, v_cache.buffer), list[int]()
         rows_and_lens = zip(req_pool_indices.tolist(), seq_lens.tolist(), strict=True)
         for index, (row, seq_len) in enumerate(rows_and_lens):
-            one, groups = slice(index, index + 1), k_cache.groups(req_to_token[row, :seq_len])
-            if groups is not None:
-                sides = k_cache.buffer, v_cache.buffer
+            groups = k_cache.groups(req_to_token[row, :seq_len])
+            if groups is None:
+                plain.append(index)
+            else:
                 output[index] = groups.attend(query[index], *sides, options["scaling"])
-                continue
-            places = req_to_token, req_pool_indices[one], seq_lens[one]
-            super()._run_sdpa_forward_decode(
-                query[one], output[one], k_cache, v_cache, *places, encoder_lens, **options
+        if plain:
+            places = req_to_token, req_pool_indices[plain], seq_lens[plain]
+            output[plain] = super()._run_sdpa_forward_decode(
+                query[plain], output[plain], k_cache, v_cache, *places, encoder_lens, **options
             )
         return output
 

@@ -86,7 +86,7 @@ class StockMirror(RankMirror):
     def _correct(self, planned: Planned, cached: int) -> None:
         """Drop what would have been found."""
         area, expected = planned.area, planned.expected
-        # a match that ends before the first page's end says nothing of the chunks in it
+        # a match of less than a page says nothing of chunks that end in that page
         found = sum(span.end - planned.border <= cached for span in area)
         if (
             found == len(area)

@@ -43,7 +43,8 @@ class Sharing:
         return plan.end - plan.start - _num_shared(plan) + _num_expected(plan)
 
     def num_saved(self, plan: ReusePlan) -> int:
-        """Rows that others hold already of those that it would take if it shared none."""
+        """How many rows fewer than tokens it takes from what is free or evictable: those that
+        others hold, less what gets rows of its own."""
         sources = [source.node.value for _, source in _on_device(plan)]
         num_held = sum(int(self._slot_map.is_in_use(slots).sum()) for slots in sources)
         return max(0, num_held - _num_expected(plan))

@@ -103,7 +103,7 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
             yield Found(host, host.blob.slots, span.end)
 
     def behind(self, host: HostNode) -> Iterator[HostNode]:
-        """In pages: what follows it here, and has its first page."""
+        """In pages: the nodes here that follow it and own the page in which it ends."""
         for each in self._after(host.chain) if host.chain is not None else ():
             if each.before != host.chain_key:
                 continue

@@ -55,7 +55,8 @@ class LoadBack:
         self._loads: dict[TreeNode, Tensor] = {}
         """Node of the device -> the slots that its KV is copied from with the next forward,
         as `HostPool.prepare` gives them."""
-        self._filled: list[tuple[Tensor, Tensor]] = []  # of no node: sources, slots of the device
+        self._filled: list[tuple[Tensor, Tensor]] = []
+        """Of no node: slots as `HostPool.prepare` gives them, slots of the device."""
         self._held = ExitStack()  # slots that are read, until that forward is queued
 
     def load(
@@ -117,8 +118,8 @@ class LoadBack:
         return _num_slots(list(self._nodes.after(key, spans.area_len, start)))
 
     def fill(self, host: HostNode, slots: Tensor, device_slots: Tensor) -> bool:
-        """Copy some of a node's slots with the next forward, too, to where no node is. False: it
-        cannot be."""
+        """Copy some of a node's slots to slots of no node, with the next forward. False: its KV has
+        left, or the copy could not be prepared."""
         if host.blob.is_given_back:
             return False
         try:

@@ -37,7 +37,8 @@ class OneCopyRadixCache(ChunkRadixCache):
         return self.token_to_kv_pool_allocator.slot_map  # type: ignore[no-any-return]
 
     def evictable_size(self) -> int:
-        """Tokens more that fit once all that is not in use is evicted."""
+        """Tokens more that fit once all that is not in use is evicted; of the request on which
+        SGLang decides, counted with those that have rows already."""
         num_slots, num_rows = self._idle()
         num_free = int(self.token_to_kv_pool_allocator.available_size())
         return min(num_slots, num_rows + self._num_saved) - num_free
@@ -47,7 +48,9 @@ class OneCopyRadixCache(ChunkRadixCache):
 
     @contextmanager
     def admitting(self, req: Req) -> Iterator[None]:
-        """SGLang asks for room for all that is promised, of which some has rows already."""
+        """SGLang asks for room for all that is promised, of which some has rows already. If the
+        pass fails in a full pool, such a request cannot be computed either, and ends with an
+        error."""
         fuser = self.tiers.fuser
         self._num_saved = 0 if fuser is None else fuser.num_saved(req)
         try:

@@ -41,7 +41,7 @@ class PageRests:
 
     def of(self, node: TreeNode, up_to: int) -> Rest | None:
         """What the pages down to this node lack of its chunks, at most up to this token. None: it
-        is no chunk, ends with a page, or nothing has the KV."""
+        is no chunk, ends with a page, or nothing that follows it here has the KV."""
         if not self._is_on or facts(node).chunk is None:
             return None
         end = sum(each.key.num_tokens for each in up_from(node))

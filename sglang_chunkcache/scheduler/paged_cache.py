@@ -48,8 +48,11 @@ class PagedRadixCache(ChunkRadixCache):
 
     def init_load_back(self, params: InitLoadBackParams) -> tuple[Any, TreeNode]:
         """Keep what `match_prefix` promised: the rest of a chunk, in a page of the request's."""
-        slots = state(params.req).promised = self._rests.commit(params.req)
+        known = state(params.req)
+        is_loaded = known.rest is not None and known.rest.host is not None
+        slots = known.promised = self._rests.commit(params.req)
         if slots is not None:
+            known.loaded += len(slots) * is_loaded
             params.req.host_hit_length = 0  # SGLang would count it as of host memory
         return compat.loaded(self, slots, params.best_match_node)
 

@@ -96,7 +96,7 @@ def test_rest_comes_from_host_memory(*, is_on_device: bool) -> None:
     req = rag(A, B, head=())
     assert scheduler.admit(req, 100) == len(A)
     num_loaded = scheduler.cache.tiers.host.counts.loaded_tokens - before
-    assert num_loaded == len(A) - PAGE * is_on_device
+    assert state(req).loaded == num_loaded == len(A) - PAGE * is_on_device
     scheduler.check([req])
     scheduler.release(req, is_insert=True)
     scheduler.check()
