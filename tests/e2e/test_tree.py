@@ -21,7 +21,18 @@ from eval.server import Server
 from eval.task import Request, TextChunk
 from eval.tasks.world import world_requests
 from tests import models
-from tests.e2e.asking import CHAT, EXPLAIN, flush, metrics_of, rank_of, stats_of
+from tests.e2e.asking import (
+    CHAT,
+    EXPLAIN,
+    assistant,
+    chat,
+    chunks_of,
+    flush,
+    metrics_of,
+    rank_of,
+    stats_of,
+    user,
+)
 from tests.e2e.conftest import STRICT
 from tests.e2e.crowding import check_that_chain_comes_back
 from tests.reference.tiny_tokenizer import make_tokenizer
@@ -226,6 +237,26 @@ def test_our_trees_chunks_are_told_apart_from_plain_text(tmp_path: Path) -> None
                     (chunked if is_ours else plain).extend(event.get("token_ids", ()))
             assert chunked[: len(ids)] == ids
             assert len(plain) < 50, "the warm-up's"
+
+
+@pytest.mark.nightly
+def test_ranks_and_conversations_in_a_stock_tree(tmp_path: Path) -> None:
+    """Each rank's tree is mirrored by its events; a conversation stays on its rank, and shows no
+    chunk twice."""
+    flags = ["--model-path", "bundled", *PAGED, *POOL, "--chunkcache-tree", "stock"]
+    with Server([*flags, "--dp-size", "2"], log=tmp_path / "log", env=STRICT) as server:
+        requests = world_requests(12, seed=3)
+        again = run(server, [*requests, *requests])[len(requests) :]
+        assert sum(map(exact_of, again)) > 500
+        told = [rank["mirror"] for rank in stats_of(server)["ranks"]]
+        assert len(told) == 2
+        assert all(each["is_told"] and each["events"] for each in told)
+        turns, chunks = [user(requests[0].question)], chunks_of(requests[0].chunks)
+        first = chat(server, turns, chunks, conversation_id="c")
+        turns += [assistant(first["choices"][0]["message"]["content"]), user("And where?")]
+        second = chat(server, turns, chunks, conversation_id="c")
+        assert len(second["chunkcache"]["dropped"]) == len(chunks)
+        assert second["chunkcache"]["fates"]["exact"] > PAGE
 
 
 def make_requests(seed: int, num: int = 12) -> list[Request]:
