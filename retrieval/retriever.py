@@ -12,8 +12,11 @@ finishes on what it started with. Knows no server, and no model except the encod
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +28,7 @@ from retrieval.errors import CorruptIndexError, RetrievalError
 from retrieval.hashed_encoder import STATE_FILE
 from retrieval.hits import Hit, Mode, SearchResult, timed
 from retrieval.index import Index
-from retrieval.manifest import MANIFEST, State, state_of
+from retrieval.manifest import MANIFEST, PASSAGES, State, state_of
 from retrieval.rank_fusion import reciprocal_rank_fusion
 
 RRF_CONSTANT = 60
@@ -66,6 +69,7 @@ class Retriever:
         self._seen = index.state
         self._refused: Exception | None = None
         self.damage: str | None = None
+        self._held = self._hold()
 
     @classmethod
     def open(
@@ -180,6 +184,8 @@ class Retriever:
                 raise
             # Of the files that were opened, which may be newer than `state`.
             self._seen, self.damage = self.index.state, None
+            self._held()
+            self._held = self._hold()
             return True
 
     def info(self) -> dict[str, Any]:
@@ -196,6 +202,16 @@ class Retriever:
         }
 
     # Private, in order of use
+
+    def _hold(self) -> weakref.finalize[[], Retriever]:
+        """Open the served files until the result is called: the inode of a file that is open is no
+        other file's."""
+        held = ExitStack()
+        # Not what SQLite has open: closing a file ends all locks that the process has on it.
+        for name in self.index.state.keys() - {PASSAGES}:
+            with suppress(OSError):
+                held.callback(os.close, os.open(self.index.folder / name, os.O_RDONLY))
+        return weakref.finalize(self, held.close)
 
     def _open_again(self, state: State) -> tuple[Index, Encoder]:
         was, encoder = self._serving
@@ -224,7 +240,7 @@ class Retriever:
 
 
 def _is_written_over(served: State, now: State) -> bool:
-    """Whether a served file, which is mapped into memory, has other content now.
+    """Whether a served file, which is mapped into memory or held open, has other content now.
     Files that were replaced are still whole."""
     both = served.keys() & now.keys() - {MANIFEST}
     return any(served[name].inode == now[name].inode and served[name] != now[name] for name in both)
