@@ -35,7 +35,7 @@ class CaptureQueue:
         scored: how much is measured at least, whatever the request reads: what the server's own
             selector does.
         max_waiting: chunks that wait. More are dropped.
-        max_tokens: of the chunks of one batch, by how much is measured of them; a longer chunk is a
+        part_of: how much of what one batch may take a chunk does; one that takes more than 1 is a
             batch of its own.
         token_bytes: of one token's KV.
     """
@@ -48,12 +48,12 @@ class CaptureQueue:
         *,
         scored: Scored,
         max_waiting: int,
-        max_tokens: Callable[[Scored], int],
+        part_of: Callable[[Waiting], float],
         token_bytes: int,
     ) -> None:
         self._copies, self._store, self._len_of = copies, store, len_of
         self._scored, self._token_bytes = scored, token_bytes
-        self._max_waiting, self._max_tokens = max_waiting, max_tokens
+        self._max_waiting, self._part_of = max_waiting, part_of
         self._queue: deque[Waiting] = deque()
         self.num_dropped = self.num_without_room = 0
 
@@ -99,15 +99,15 @@ class CaptureQueue:
     def next_batch(self) -> list[Waiting]:
         """What comes first in the queue. Each counts as waiting until it is `put` or given up."""
         batch: list[Waiting] = []
-        num_tokens = 0
+        taken = 0.0
         while self._queue:
             entry = self._queue[0]
             if not self._copies.holds(entry.node):
                 self.num_dropped += 1
                 self._queue.popleft()
                 continue
-            num_tokens += self._len_of(entry.node)
-            if batch and num_tokens > self._max_tokens(entry.scored):
+            taken += self._part_of(entry)
+            if batch and taken > 1:
                 break
             batch.append(self._queue.popleft())
         return batch

@@ -10,7 +10,6 @@ from statistics import median
 from typing import Any
 
 from radix_ext.chunk import ChunkId
-from radix_ext.costs import explores
 from radix_ext.variants import Variant
 
 MEMORY = 8  # loads that count: the median of them has followed after five whose time is another one
@@ -143,29 +142,42 @@ MAX_WAIT_S = 10.0  # also where nobody has measured yet what computing takes
 class WaitPolicy:
     """How long a request that could be admitted waits for its loads.
 
-    At most a share of what they save, so a wait in vain costs no more than that.
-    After one, only one of `EXPLORATION_PERIOD` requests waits, until loads come in time again.
+    At most a share of what they save, so a wait in vain costs no more than that, and only where
+    they are estimated to be here by then: as late as those were that a request looked for before,
+    or, as long as these have not come, are by now. Pure: it reads no clock.
     """
 
     def __init__(self, share: float) -> None:
         self.share = share
         self.num_waits = self.num_in_vain = 0
-        self._left_out: int | None = None
-        """Requests that have not waited since the last wait in vain."""
+        self._late_s = 0.0
+        self._sought: tuple[float, Callable[[], float | None]] | None = None  # due, and came at
 
-    def seconds(self, load: float | None, saved: float) -> float:
+    def seconds(
+        self, load: float | None, saved: float, now: float, came_at: Callable[[], float | None]
+    ) -> float:
         """How long to wait. `load`: what the loads are estimated to take from now on;
-        None: nothing was loaded yet."""
+        None: nothing was loaded yet. `came_at`: when all had come; None: they have not."""
+        late_s = self._lateness(now)
         most = min(MAX_WAIT_S, self.share * saved)
-        if not most or (load or 0.0) > most:
+        if not most:
             return 0.0
-        if self._left_out is not None:
-            self._left_out += 1
-            if not explores(self._left_out):
-                return 0.0
+        if self._sought is None:
+            self._sought = now + (load or 0.0), came_at
+        if (load or 0.0) + late_s > most:
+            return 0.0
         self.num_waits += 1
         return most
 
     def ended(self, *, in_vain: bool) -> None:
         self.num_in_vain += in_vain
-        self._left_out = 0 if in_vain else None
+
+    def _lateness(self, now: float) -> float:
+        if self._sought is None:
+            return self._late_s
+        due, came_at = self._sought
+        came = came_at()
+        if came is None:
+            return max(self._late_s, now - due)
+        self._late_s, self._sought = max(0.0, came - due), None
+        return self._late_s

@@ -49,8 +49,11 @@ MAX_WAITING_CAPTURES = 256
 MAX_KEPT_S = 0.002
 """Of copies to host memory after one forward, which the answers under way wait for: a token of an
 8B model takes 7 ms on an H100. By what loads take, over the same bus."""
+MAX_SCORED_S = 0.02
+"""Of measuring chunks after one forward, for which the answers under way wait likewise: about 512
+tokens of an 8B model on an H100."""
 MAX_CAPTURED_TOKENS = 512
-"""Of chunks that are scored after one forward, or stored where no load was measured."""
+"""Of chunks that are stored after one forward where no load was measured."""
 MAX_WAITING_SAVES = 1024
 """Nodes that wait for host memory. More come again with their next hit."""
 MAX_SAVED_TOKENS = 512
@@ -256,8 +259,7 @@ class HostConfig:
     system, so it needs a number."""
     storage_wait: float = knob(1.0, low=0.0, high=1.0)
     """How long a request waits for the storage, as a share of what its loads save; 0: not at all.
-    It waits where the load is estimated to be there by then. A wait in vain costs that share, and
-    most of the next requests do not wait then."""
+    It waits where the load is estimated to be there by then. A wait in vain costs that share."""
 
 
 @dataclass(frozen=True)

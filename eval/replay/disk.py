@@ -45,6 +45,7 @@ class Transfer:
     num_bytes: int
     done: Callable[[], None]
     is_done: bool = False
+    ended: float = 0.0
 
 
 class Disk:
@@ -84,6 +85,7 @@ class Disk:
             (job, backlog), self._at_work = self._at_work, None
             seconds = job.num_bytes / self._bytes_s
             self.now, self.busy_s, job.is_done = self._end, self.busy_s + seconds, True
+            job.ended = self.now
             backlog.end(job.num_bytes, seconds)
             job.done()
         else:
@@ -184,13 +186,13 @@ class FusedDisk:
         now, asked = self.disk.advance(at), self._asked
 
         def has_come() -> bool:
-            return all(job.is_done for job in asked.jobs)
+            return _came_at(asked) is not None
 
         if not has_come():
             under_way = [job for job in self._under_way.values() if job is not None]
             loads = [self.disk.loads.times.seconds(job.num_bytes) for job in under_way]
             load_s = None if None in loads else sum(filter(None, loads))
-            if wait_s := self._policy.seconds(load_s, asked.saved_s):
+            if wait_s := self._policy.seconds(load_s, asked.saved_s, now, partial(_came_at, asked)):
                 now = self.disk.advance(at + wait_s, has_come)
                 self._policy.ended(in_vain=not has_come())
         self.wait_s += now - at
@@ -481,6 +483,11 @@ class FusedDisk:
         assert self._host is not None
         host = self._host.nodes.get(key)
         return host is not None and host.is_here
+
+
+def _came_at(asked: Asked) -> float | None:
+    jobs = asked.jobs
+    return max((job.ended for job in jobs), default=0.0) if all(j.is_done for j in jobs) else None
 
 
 def _chain_key(head: str, ids: Prefix) -> ChainId:

@@ -196,7 +196,7 @@ class FusedReplay:
             lambda node: node.num_tokens,
             scored=self._fusion.scored,
             max_waiting=MAX_WAITING_CAPTURES,
-            max_tokens=lambda scored: MAX_CAPTURED_TOKENS,
+            part_of=lambda entry: entry.node.num_tokens / MAX_CAPTURED_TOKENS,
             token_bytes=kv_bytes,
         )
         self.host = None

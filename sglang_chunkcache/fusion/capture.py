@@ -12,10 +12,15 @@ from contextlib import contextmanager
 from radix_ext import FusionRequest
 from radix_ext.capture_queue import CaptureQueue, Waiting
 from radix_ext.cfo import Scored
-from radix_ext.costs import copied_within
+from radix_ext.costs import Phase, copied_within, through
 from radix_ext.sources import ChunkCopies
 from radix_ext.variant_index import VariantIndex
-from sglang_chunkcache.config import MAX_CAPTURED_TOKENS, MAX_KEPT_S, MAX_WAITING_CAPTURES
+from sglang_chunkcache.config import (
+    MAX_CAPTURED_TOKENS,
+    MAX_KEPT_S,
+    MAX_SCORED_S,
+    MAX_WAITING_CAPTURES,
+)
 from sglang_chunkcache.fusion.fill import Capture, Captured, FusionPass
 from sglang_chunkcache.own_selectors import own_needs
 from sglang_chunkcache.scheduler.host_slots import HostSlots
@@ -38,7 +43,7 @@ class Captures(CaptureQueue):
             lambda node: len(node.key),
             scored=own.scored,
             max_waiting=MAX_WAITING_CAPTURES,
-            max_tokens=self._num_copied,
+            part_of=self._part_of_batch,
             token_bytes=fusion_pass.host.pool.token_bytes,
         )
         self._pass = fusion_pass
@@ -88,10 +93,17 @@ class Captures(CaptureQueue):
             # not by what `put` returned: a watcher may have raised once the variant was there
             captured.arrived(is_stored=self._has(entry, captured.slots))
 
-    def _num_copied(self, scored: Scored) -> int:
-        """In one batch. What scoring takes no load says."""
-        num_tokens = None if scored else copied_within(self._pass.pricing.agreed, MAX_KEPT_S)
-        return MAX_CAPTURED_TOKENS if num_tokens is None else num_tokens
+    def _part_of_batch(self, entry: Waiting) -> float:
+        """Of its time; of its tokens, where no load was measured."""
+        costs, num_tokens = self._pass.pricing.agreed, len(entry.node.key)
+        most = copied_within(costs, MAX_KEPT_S)
+        part = num_tokens / (MAX_CAPTURED_TOKENS if most is None else max(1, most))
+        known = facts(entry.node)
+        if entry.scored > (known.scores.scored if known.scores else Scored.NOTHING):
+            # a pass through all layers that is observed, as a question's
+            work = through(1, num_tokens, known.start + num_tokens)
+            part += costs[Phase.QUESTION].seconds(work) / MAX_SCORED_S
+        return part
 
     def _has(self, entry: Waiting, slots: HostSlots | None) -> bool:
         known, identity = facts(entry.node), identity_of(entry.node)

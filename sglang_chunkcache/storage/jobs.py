@@ -22,6 +22,7 @@ class _Job:
     is_done: bool = False  # polled
     problem: str = ""  # why it came to nothing
     seconds: float = 0.0  # what it took. 0: nobody knows
+    ended: float = 0.0  # by the thread's clock
 
 
 @dataclass(eq=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from radix_ext.loading import LoadTimes, WaitPolicy
 from sglang_chunkcache.storage.jobs import Load, Lookup
@@ -27,8 +28,12 @@ class PendingLoads:
     until: float | None = None  # when its request waits no longer. None: it did not wait yet
 
     @property
+    def jobs(self) -> list[Load | Lookup]:
+        return [job for job in (self.lookup, *self.loads) if job is not None]
+
+    @property
     def is_coming(self) -> bool:
-        return any(not job.is_done for job in (self.lookup, *self.loads) if job is not None)
+        return not all(job.is_done for job in self.jobs)
 
     def take_rest(self) -> list[Callable[[], None]]:
         """What `goes_on` has, which is empty then."""
@@ -57,7 +62,8 @@ class Waits:
             return False
         loads = [self.times.seconds(job.size) for job in under_way]
         load_s = None if None in loads else sum(filter(None, loads))
-        wait_s = self.policy.seconds(load_s, max(each.saved_s for each in coming))
+        saved_s = max(each.saved_s for each in coming)
+        wait_s = self.policy.seconds(load_s, saved_s, now, partial(_came_at, coming))
         for each in parts:
             each.until = now + wait_s
         return wait_s > 0
@@ -78,3 +84,8 @@ class Waits:
             if not load.is_done and not load.is_late:
                 load.is_late = True
                 self.num_late += 1
+
+
+def _came_at(asked: Iterable[PendingLoads]) -> float | None:
+    jobs = [job for each in asked for job in each.jobs]
+    return max(job.ended for job in jobs) if all(job.is_done for job in jobs) else None

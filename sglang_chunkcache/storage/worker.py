@@ -151,6 +151,7 @@ class Worker:
             job.problem = self._tell(PAUSED, "%s was not %s, the storage pauses", name, verb)
         except Exception as error:
             job.problem = self._tell(FAILED, "%s was not %s: %r", name, verb, error)
+        job.ended = self.clock()
         self.done.append(job)
 
     def _made(self, job: Write) -> Tensor:

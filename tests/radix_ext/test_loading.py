@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cmp_to_key
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from radix_ext.costs import EXPLORATION_PERIOD
 from radix_ext.loading import WaitPolicy, worth_loading
 from radix_ext.variants import Variant
 from tests.reference.sources import ids
@@ -62,32 +62,41 @@ def test_order_is_that_of_comparing_every_two(
     assert worth_loading(variants, known, "h", max_variants=num, alone=alone) == expected
 
 
+def never() -> None:
+    """When loads have come that do not."""
+
+
+def at(seconds: float) -> Callable[[], float]:
+    return lambda: seconds
+
+
 def test_wait_is_a_share_of_computing() -> None:
-    """Only where the load is estimated to be there by then. What was never tried is tried."""
-    wait_policy = WaitPolicy(0.1)
-    assert [wait_policy.seconds(load, 2.0) for load in (None, 0.0, 0.2, 0.21)] == [
-        0.2,
-        0.2,
-        0.2,
-        0.0,
-    ]
-    assert wait_policy.seconds(None, 0.0) == WaitPolicy(0.0).seconds(None, 2.0) == 0.0
-    assert wait_policy.num_waits == 3
+    """A wait in vain costs that share of a first token at most."""
+    waits = [WaitPolicy(0.1).seconds(load, 2.0, 0.0, never) for load in (None, 0.0, 0.2, 0.21)]
+    assert waits == [0.2, 0.2, 0.2, 0.0]
+    assert WaitPolicy(0.1).seconds(None, 0.0, 0.0, never) == 0.0
+    assert WaitPolicy(0.0).seconds(None, 2.0, 0.0, never) == 0.0
 
 
-def test_after_a_wait_in_vain_few_wait() -> None:
-    """Until one of those has its loads in time."""
-    wait_policy = WaitPolicy(0.1)
+def test_loads_are_as_late_as_those_before() -> None:
+    """Who waits for them, too, is told so, until others come sooner."""
+    policy = WaitPolicy(1.0)
+    assert policy.seconds(0.1, 1.0, 0.0, at(2.1)) == 1.0
+    policy.ended(in_vain=True)
+    # two seconds late: only where they save as much
+    assert policy.seconds(0.1, 2.0, 3.0, at(3.2)) == 0.0
+    assert policy.seconds(0.1, 2.0, 4.0, at(4.0)) == 2.0
+    assert (policy.num_waits, policy.num_in_vain) == (2, 1)
 
-    def num_waits(num_requests: int) -> int:
-        return sum(wait_policy.seconds(0.01, 1.0) > 0 for _ in range(num_requests))
 
-    assert num_waits(3) == 3
-    wait_policy.ended(in_vain=True)
-    assert num_waits(EXPLORATION_PERIOD - 1) == 0
-    assert num_waits(1) == 1
-    wait_policy.ended(in_vain=True)
-    assert num_waits(EXPLORATION_PERIOD) == 1
-    wait_policy.ended(in_vain=False)
-    assert num_waits(3) == 3
-    assert wait_policy.num_in_vain == 2
+def test_nobody_waits_behind_what_does_not_come() -> None:
+    """A storage that hangs has one request wait, not all; the first that has waited is asked for,
+    however many have come since."""
+    came: list[float] = []
+    policy = WaitPolicy(1.0)
+    assert policy.seconds(None, 1.0, 0.0, lambda: came[0] if came else None) == 1.0
+    policy.ended(in_vain=True)
+    assert [policy.seconds(0.1, 1.0, now, never) for now in (1.0, 2.0, 9.0)] == [0.0] * 3
+    came.append(9.5)
+    assert policy.seconds(0.1, 1.0, 10.0, at(10.1)) == 0.0
+    assert policy.seconds(0.1, 1.0, 11.0, never) == 1.0

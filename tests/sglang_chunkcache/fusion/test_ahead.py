@@ -151,7 +151,7 @@ def test_forward_of_nothing_but_preprocessing_leaves_no_capture_waiting(
 ) -> None:
     """Else its many chunks would fill the queue. Where a request waits for its token they wait."""
     rank = Rank(capacity=100)
-    rank.fuser.keeper.captures._max_tokens = lambda scored: 1
+    rank.fuser.keeper.captures._part_of = lambda entry: 2.0
     for chunk in (A, B):
         rank.serve(ahead(chunk), answer=[50])
     rank.serve(rag(C, keep=[0]), answer=[50])

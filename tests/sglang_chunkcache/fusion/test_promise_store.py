@@ -12,6 +12,8 @@ import torch
 
 from radix_ext import FusionRequest, chunk_id
 from radix_ext.cfo import Scored
+from radix_ext.costs import NOMINAL, Line, Phase
+from sglang_chunkcache.config import MAX_KEPT_S, MAX_SCORED_S
 from sglang_chunkcache.fusion import capture
 from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.fill import Captured
@@ -288,6 +290,24 @@ def test_captures_of_one_forward_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
         rank.check()
         captured.append(rank.fusion_pass.num_captured)
     assert captured == [1, 2, 4]
+
+
+@pytest.mark.parametrize(("knobs", "expected"), [({}, [1, 2, 4]), (SCORED, [1, 2, 3, 4])])
+def test_captures_of_one_forward_are_bounded_in_time(
+    knobs: dict[str, Any], expected: list[int]
+) -> None:
+    """By what copying them takes, and by what measuring them does."""
+    rank = Rank(**knobs)
+    costs = dict(NOMINAL)
+    costs[Phase.LOAD] = Line(each=MAX_KEPT_S / 6.5)
+    costs[Phase.QUESTION] = Line(fixed=0.9 * MAX_SCORED_S)
+    rank.fusion_pass.pricing.agreed = costs
+    rank.serve(rag(A, B, D, C, keep=[0, 1, 2, 3]), answer=[50])
+    captured = []
+    while rank.num_pending:
+        rank.forward()
+        captured.append(rank.fusion_pass.num_captured)
+    assert captured == expected
 
 
 def test_first_tokens_do_not_wait_for_captures() -> None:
