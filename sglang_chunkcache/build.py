@@ -8,14 +8,8 @@ from sglang_chunkcache import compat
 from sglang_chunkcache.config import ChunkCacheConfig, flag_name
 from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
 from sglang_chunkcache.scheduler.host_chains import HostChains
+from sglang_chunkcache.scheduler.host_memory import HostMemory
 from sglang_chunkcache.scheduler.host_metrics import HostMetrics
-from sglang_chunkcache.scheduler.host_pool import (
-    NoSlots,
-    create_host_pool,
-    has_captured,
-    keeps_chains,
-    store_bytes,
-)
 from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.scheduler.stored_chains import create_stored_chains
 from sglang_chunkcache.scheduler.tiers import Tiers
@@ -32,12 +26,13 @@ def create_tiers(tree: ChunkTree, ctx: Any, config: ChunkCacheConfig) -> Tiers:
             into; names it.
     """
     runner = ctx.tp_worker.model_runner
-    pricing, pool = Pricing(runner), create_host_pool(ctx, config) or NoSlots()
+    pricing, memory = Pricing(runner), HostMemory(ctx, config)
+    pool = memory.create_pool()
     # what is on its way to or from the storage holds slots of the pool that has what is moved
-    in_codec = config.reuse == "fused" and not has_captured(config)
-    host_bytes = 0 if in_codec else pool.num_slots * pool.token_bytes
-    storage = create_storage(ctx, config, lambda: host_bytes or store_bytes(ctx, config))
-    keeps = pool.num_slots > 0 and keeps_chains(ctx, config)
+    in_codec = config.reuse == "fused" and not memory.has_captured
+    host_bytes = 0 if in_codec else pool.num_bytes
+    storage = create_storage(ctx, config, lambda: host_bytes or memory.store_bytes())
+    keeps = pool.num_slots > 0 and memory.keeps_chains
     if storage is not None and not keeps and config.reuse == "exact":
         raise ValueError(
             f"{flag_name('storage_backend')}: exact chains are loaded into host memory, and there"
@@ -49,9 +44,9 @@ def create_tiers(tree: ChunkTree, ctx: Any, config: ChunkCacheConfig) -> Tiers:
         tree,
         pool,
         pricing,
-        create_index(config, max(1, pool.num_slots * pool.token_bytes)),
+        create_index(config, max(1, pool.num_bytes)),
         keeps=keeps,
-        has_captured=has_captured(config),
+        has_captured=memory.has_captured,
         num_ranks=compat.parallel(runner, "tp_group").world_size,
         metrics=HostMetrics() if is_shown and pool.num_slots else None,
     )
@@ -59,7 +54,7 @@ def create_tiers(tree: ChunkTree, ctx: Any, config: ChunkCacheConfig) -> Tiers:
     if config.reuse == "fused":
         from sglang_chunkcache.fusion.build import create_fuser
 
-        fuser = create_fuser(tree, ctx, config, pricing, host, storage)
+        fuser = create_fuser(ctx, config, memory, host, storage)
     stored = None
     if storage is not None and keeps:
         # behind the fuser, which starts the storage

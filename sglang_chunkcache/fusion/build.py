@@ -24,17 +24,9 @@ from sglang_chunkcache.fusion.relocate import RotaryTable, rotary_of
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.fusion.trial_rows import Means
 from sglang_chunkcache.rank_metrics import RankMetrics
-from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
-from sglang_chunkcache.scheduler.codec_pool import CodecPool
 from sglang_chunkcache.scheduler.host_chains import HostChains
+from sglang_chunkcache.scheduler.host_memory import HostMemory
 from sglang_chunkcache.scheduler.host_nodes import HostCounts, HostNodes
-from sglang_chunkcache.scheduler.host_pool import (
-    NoSlots,
-    keeps_chains,
-    pool_of_all_ranks,
-    store_bytes,
-)
-from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.start_steps import step
 from sglang_chunkcache.storage.codec import CODECS, Quantized
 from sglang_chunkcache.storage.fingerprint import fingerprint
@@ -45,10 +37,9 @@ logger = logging.getLogger(__name__)
 
 
 def create_fuser(
-    tree: ChunkTree,
     ctx: Any,
     config: ChunkCacheConfig,
-    pricing: Pricing,
+    memory: HostMemory,
     host_chains: HostChains,
     storage: Storage | None,
 ) -> Fuser:
@@ -58,7 +49,7 @@ def create_fuser(
         ValueError: the model or a flag does not suit it, or the gate found it wrong; names what,
             with the figures.
     """
-    runner, args = ctx.tp_worker.model_runner, ctx.server_args
+    runner, args, pricing = ctx.tp_worker.model_runner, ctx.server_args, host_chains.pricing
     if reasons := unsupported(runner, args):
         raise ValueError(f"--reuse fused is not supported with {', '.join(reasons)}")
     pool, codec = runner.token_to_kv_pool, CODECS[config.store_codec]
@@ -90,7 +81,7 @@ def create_fuser(
         question_window=config.question_window,
         num_layers=pool.layer_num,
     )
-    nodes = _nodes(tree, ctx, config, host_chains)
+    nodes = _nodes(config, memory, host_chains)
     has_chains = nodes is host_chains.nodes
     logger.info(
         "chunk cache: chunks that are moved in host memory: %.0f MiB, %s",
@@ -112,30 +103,32 @@ def create_fuser(
             time.perf_counter() - started,
             longest,
         )
+    # at ratio 0 there would be nothing to try choices with
+    calibrator = Calibrator(means, config.recompute_ratio or 0.15)
+    fusion_pass = FusionPass(runner, table, config, nodes, (sparse, attention), pricing)
+    tier = None
+    if storage is not None:
+        tier = StorageTier(storage, nodes, max_gap_tokens=config.max_gap_tokens)
+    # Weights may be away when the tree is reset, and cannot be read then.
+    weights = (lambda: None) if args.enable_memory_saver else partial(fingerprint, runner.model)
     fuser = Fuser(
-        tree,
-        FusionPass(runner, table, config, nodes, (sparse, attention), pricing),
+        host_chains.tree,
+        fusion_pass,
         limits,
-        # Weights may be away when the tree is reset, and cannot be read then.
-        fingerprint=(lambda: None)
-        if args.enable_memory_saver
-        else partial(fingerprint, runner.model),
-        # at ratio 0 there would be nothing to try choices with
-        calibrator=Calibrator(means, config.recompute_ratio or 0.15),
-        tier=None
-        if storage is None
-        else StorageTier(storage, nodes, max_gap_tokens=config.max_gap_tokens),
+        fingerprint=weights,
+        calibrator=calibrator,
+        tier=tier,
         in_host_memory=host_chains.write_back.takes if has_chains else None,
         gate=figures.as_dict(),
         metrics=RankMetrics("chunkcache:store_", GAUGES, {}) if args.enable_metrics else None,
     )
     # `Fuser` has told the storage which weights these are: before that it names no entry.
-    if fuser.tier is not None:
+    if tier is not None:
         step("loading chunks from the storage")
         started = time.perf_counter()
         # what is in no chain leaves half of the pool to what is
-        share = 0.5 if has_chains and keeps_chains(ctx, config) else 1.0
-        num_loaded = fuser.tier.load_most_used(share=share)
+        share = 0.5 if has_chains and memory.keeps_chains else 1.0
+        num_loaded = tier.load_most_used(share=share)
         logger.info(
             "chunk cache: %d chunks loaded from the storage into the store in %.1f s",
             num_loaded,
@@ -144,17 +137,14 @@ def create_fuser(
     return fuser
 
 
-def _nodes(
-    tree: ChunkTree, ctx: Any, config: ChunkCacheConfig, host_chains: HostChains
-) -> HostNodes:
+def _nodes(config: ChunkCacheConfig, memory: HostMemory, host_chains: HostChains) -> HostNodes:
     """What has the KV of chunks that are moved: exact chains' pool, or a codec's own."""
     codec = CODECS[config.store_codec]
     if not isinstance(codec, Quantized):
         return host_chains.nodes
-    create, size = partial(CodecPool, codec=codec), partial(store_bytes, ctx, config)
-    pool = pool_of_all_ranks(ctx, config, create, size, ["store_mib"]) or NoSlots(codec)
-    index = create_index(config, max(1, pool.num_slots * pool.token_bytes))
-    return HostNodes(tree, pool, index, HostCounts())
+    pool = memory.create_store(codec)
+    index = create_index(config, max(1, pool.num_bytes))
+    return HostNodes(host_chains.tree, pool, index, HostCounts())
 
 
 def _judge(figures: GateFigures, attention: str, policy: str) -> None:

@@ -16,7 +16,7 @@ from torch import nn
 
 from sglang_chunkcache import compat
 from sglang_chunkcache.fusion.relocate import DTYPES, ROTARY_CLASSES
-from sglang_chunkcache.scheduler.host_pool import POST_CAPTURE
+from sglang_chunkcache.scheduler.host_memory import POST_CAPTURE
 from sglang_chunkcache.scheduler.layer_loads import LayerLoads
 
 POOL_CLASSES = ("MHATokenToKVPool", "OneCopyPool")

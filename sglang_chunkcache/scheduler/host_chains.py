@@ -112,7 +112,7 @@ class HostChains:
             "nodes": len(self.nodes),
             "tokens": num_held,
             "bytes": num_held * self.pool.token_bytes,
-            "max_bytes": self.pool.num_slots * self.pool.token_bytes,
+            "max_bytes": self.pool.num_bytes,
             **asdict(self.counts),
             "waiting": self.write_back.num_waiting,
             "ms_per_1000_tokens": {

@@ -7,47 +7,27 @@ copies beside it (layer_loads.py). So a copy needs no lock.
 
 from __future__ import annotations
 
-import logging
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
-from sglang.srt.mem_cache.pool_host.base import host_memory_budget_scope
-from sglang.srt.model_executor.cuda_graph_config import Backend, check_cuda_graph_backend
-from sglang.srt.model_executor.cuda_graph_config import Phase as GraphPhase
 from torch import Tensor
 
 from radix_ext.costs import Phase, Work
 from sglang_chunkcache import compat
-from sglang_chunkcache.attention.slot_map import MappedPool, rows_of
+from sglang_chunkcache.attention.slot_map import rows_of
 from sglang_chunkcache.attention.upload import upload
-from sglang_chunkcache.config import ChunkCacheConfig, flag_name
-from sglang_chunkcache.scheduler.host_memory import (
-    EXACT_CHAINS,
-    STORE,
-    has_own_memory,
-    machine_bytes,
-    rank_bytes,
-)
 from sglang_chunkcache.scheduler.layer_loads import LayerLoads
 from sglang_chunkcache.scheduler.pricing import Pricing
-from sglang_chunkcache.start_steps import step
 from sglang_chunkcache.storage.codec import NONE, Codec
-
-logger = logging.getLogger(__name__)
-
-POST_CAPTURE = "SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"
 
 
 class HostPool:
     """Slots of `token_bytes` each. On CUDA memory is pinned and SGLang's kernels copy, else torch.
 
     Args:
-        device_pool: SGLang's, one that `refusal` takes.
+        device_pool: SGLang's, one that `HostMemory` takes.
         is_layered: prefills ask the getters for each layer, so loads may go on beside them.
         loads_into: the pool whose getters wait for loads from now on. None: `device_pool`.
 
@@ -76,6 +56,11 @@ class HostPool:
         self.num_layers: int = self._pool.layer_num
         self.is_layered = is_layered
         self.loads = LayerLoads.of(self._loads_into)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all slots."""
+        return self.num_slots * self.token_bytes
 
     @property
     def num_free(self) -> int:
@@ -182,110 +167,3 @@ class NoSlots(HostPool):
     def close(self) -> None: ...
     def finish(self) -> bool:
         return False
-
-
-def create_host_pool(ctx: Any, config: ChunkCacheConfig) -> HostPool | None:
-    """The pool of one rank, of one size on all ranks of a tensor-parallel group, for exact chains
-    and chunks that are moved. `ctx` is SGLang's TreeCacheBuildContext. None: not wanted, or by
-    default not possible, which is logged. Raises ValueError, naming the flag: as much as was
-    asked for cannot be had."""
-    has_moved, has_chains = has_captured(config), keeps_chains(ctx, config)
-    if not (has_chains or has_moved):
-        return None
-
-    def size() -> int:
-        num_bytes = 0
-        if has_chains:
-            num_bytes = (config.host_mib or 0) << 20 or machine_bytes(EXACT_CHAINS, ctx)
-        if has_moved:
-            num_bytes += store_bytes(ctx, config, taken=(config.host_mib or 0) << 20)
-        return num_bytes
-
-    asked = ["host_mib"] if has_chains else []
-    asked += ["store_mib"] if has_moved else []
-    return pool_of_all_ranks(ctx, config, HostPool, size, asked)
-
-
-def pool_of_all_ranks(
-    ctx: Any,
-    config: ChunkCacheConfig,
-    create: Callable[..., HostPool],
-    size: Callable[[], int],
-    flags: Sequence[str],
-) -> HostPool | None:
-    """What `create` makes of the device pool and `size` bytes on each rank of a tensor-parallel
-    group. None: not possible on all of them, which is logged. Raises ValueError if one of `flags`,
-    which say how large it is to be, asked for it."""
-    runner = ctx.tp_worker.model_runner
-    device_pool = ctx.params.token_to_kv_pool_allocator.get_kvcache()
-    group = compat.parallel(runner, "tp_group")
-    pool, problem = None, refusal(device_pool, ctx.server_args)
-    started = time.perf_counter()
-    try:
-        if problem is None:
-            # A graph of whole prefills replays attention without asking for layers.
-            is_replayed = check_cuda_graph_backend(GraphPhase.PREFILL, Backend.FULL)
-            is_layered = not is_replayed and _attends_in_all(runner.model, device_pool.layer_num)
-            num_bytes = size()
-            step("KV pool in host memory")
-            # HiCache leaves 10 GiB of any machine; host_memory.py says what is left here
-            with host_memory_budget_scope(rank_bytes(ctx)):
-                pool = create(device_pool, num_bytes, is_layered=is_layered)
-    except (ValueError, RuntimeError, OSError, MemoryError) as error:
-        problem = str(error)
-    if group.world_size > 1:
-        problem = next(filter(None, group.all_gather_object(problem)), None)
-    if problem is not None or pool is None:
-        if pool is not None:
-            pool.close()
-        sizes = {flag_name(name): vars(config)[name] for name in flags}
-        if asked := [f"{flag} {size}" for flag, size in sizes.items() if size]:
-            raise ValueError(f"{', '.join(asked)}: {problem}")
-        logger.warning("chunk cache: no KV pool in host memory: %s", problem)
-        return None
-    mib = pool.num_slots * pool.token_bytes / (1 << 20)
-    logger.info(
-        "chunk cache: KV pool in host memory: %.0f MiB, %d tokens, made in %.1f s",
-        mib,
-        pool.num_slots,
-        time.perf_counter() - started,
-    )
-    return pool
-
-
-def has_captured(config: ChunkCacheConfig) -> bool:
-    """Whether captured variants are in the pool: in a codec they have a store of their own."""
-    return config.reuse == "fused" and config.store_codec == NONE.name
-
-
-def keeps_chains(ctx: Any, config: ChunkCacheConfig) -> bool:
-    """Whether exact chains that leave the device stay in host memory."""
-    is_needed = config.storage_backend is not None and config.reuse == "exact"
-    has_use = is_needed or has_own_memory(ctx.params.token_to_kv_pool_allocator)
-    return config.host_mib != 0 and (config.host_mib is not None or has_use)
-
-
-def store_bytes(ctx: Any, config: ChunkCacheConfig, *, taken: int = 0) -> int:
-    """Host memory of one rank for chunks that are moved, where so much will be taken besides."""
-    return (config.store_mib or 0) << 20 or machine_bytes(STORE, ctx, taken=taken)
-
-
-def refusal(device_pool: Any, args: Any) -> str | None:
-    """Why KV of this pool is not kept in host memory. None: it can be."""
-    if args.enable_dp_attention or args.enable_pdmux or args.pp_size > 1:
-        return "--enable-dp-attention, --enable-pdmux and --pp-size are not supported"
-    if type(device_pool) is not MHATokenToKVPool and not isinstance(device_pool, MappedPool):
-        return f"KV in a {type(device_pool).__name__} is not supported"
-    if device_pool.post_capture_active:
-        return f"{POST_CAPTURE} is not supported: the device pool's size is not known yet"
-    if device_pool.head_dim != device_pool.v_head_dim or device_pool.layer_shard_enabled:
-        return (
-            "keys and values of different sizes, or layers that are shared out, are not supported"
-        )
-    return None
-
-
-def _attends_in_all(model: Any, num_layers: int) -> bool:
-    """Some models have layers without attention, which are not asked for (DeciLM)."""
-    attention = [each for each in model.modules() if isinstance(each, RadixAttention)]
-    return len({each.layer_id for each in attention}) == num_layers

@@ -37,6 +37,7 @@ class MemoryHost:
     ) -> None:
         self._device, self.num_slots, self.codec = contents, num_slots, codec
         self.token_bytes, self.saved_token_bytes = token_bytes, 0
+        self.num_bytes = num_slots * token_bytes
         self._under_way: list[tuple[int, int]] = []
         self.clear()
 

@@ -8,13 +8,14 @@ import pytest
 
 pytest.importorskip("sglang")
 
+from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler import host_memory
 from sglang_chunkcache.scheduler.host_memory import (
     EXACT_CHAINS,
     PINNED_BYTES_PER_S,
     STORE,
+    HostMemory,
     default_bytes,
-    machine_bytes,
 )
 
 GIB = 1 << 30
@@ -98,5 +99,5 @@ def test_machine_is_shared_by_its_ranks(
         server_args=SimpleNamespace(dp_size=3),
         tp_worker=SimpleNamespace(model_runner=runner),
     )
-    assert machine_bytes(STORE, ctx, taken=4 * GIB) == 7
+    assert HostMemory(ctx, ChunkCacheConfig()).store_bytes(taken=4 * GIB) == 7
     assert told == [found]

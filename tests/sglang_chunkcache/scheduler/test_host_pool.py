@@ -22,7 +22,8 @@ from torch import nn
 
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler import host_memory, host_pool
-from sglang_chunkcache.scheduler.host_pool import HostPool, create_host_pool, has_captured
+from sglang_chunkcache.scheduler.host_memory import HostMemory
+from sglang_chunkcache.scheduler.host_pool import HostPool, NoSlots
 from tests import models
 from tests.polling import DEADLINE_S
 from tests.reference.memory_host import FixedCosts
@@ -41,9 +42,13 @@ def context(pool: Any) -> Any:
     return SimpleNamespace(params=params, server_args=args, tp_worker=worker)
 
 
+def create(ctx: Any, host_mib: int | None = None) -> HostPool:
+    return HostMemory(ctx, ChunkCacheConfig(host_mib=host_mib)).create_pool()
+
+
 def created(ctx: Any, host_mib: int | None = None) -> HostPool:
-    pool = create_host_pool(ctx, ChunkCacheConfig(host_mib=host_mib))
-    assert pool is not None
+    pool = create(ctx, host_mib)
+    assert type(pool) is HostPool
     return pool
 
 
@@ -179,16 +184,16 @@ def test_default_is_twice_the_device_where_that_is_there(
     assert 0 <= over <= 2 * pool.token_bytes
     budget = "sglang.srt.mem_cache.pool_host.base.host_memory_budget_bytes"
     monkeypatch.setattr(budget, lambda asked: -1)
-    assert create_host_pool(context(device), ChunkCacheConfig()) is None
+    assert isinstance(create(context(device)), NoSlots)
 
 
 def test_without_host_memory_there_is_none(device: Any) -> None:
     """Nor by default where the device's memory is the host's."""
     ctx = context(device)
     ctx.params.token_to_kv_pool_allocator.device = "cpu"
-    assert create_host_pool(ctx, ChunkCacheConfig()) is None
+    assert isinstance(create(ctx), NoSlots)
     created(ctx, 1)
-    assert create_host_pool(context(device), ChunkCacheConfig(host_mib=0)) is None
+    assert isinstance(create(context(device), 0), NoSlots)
     pool = created(context(device), 1)
     assert 0 <= pool.num_slots * pool.token_bytes - (1 << 20) <= 2 * pool.token_bytes
 
@@ -206,18 +211,18 @@ def test_ranks_agree_on_size_and_refusal(device: Any, other: str | None) -> None
         pool = created(ctx)
         assert pool.num_slots == 4096 // pool.token_bytes + 1
         return
-    assert create_host_pool(ctx, ChunkCacheConfig()) is None
+    assert isinstance(create(ctx), NoSlots)
     with pytest.raises(ValueError, match=other):
-        create_host_pool(ctx, ChunkCacheConfig(host_mib=1))
+        create(ctx, 1)
 
 
 @pytest.mark.parametrize("mib", [1, 1 << 40])
 def test_what_cannot_be_had_is_refused_if_asked_for(device: Any, mib: int) -> None:
     pool = device if mib > 1 else SimpleNamespace()
     with pytest.raises(ValueError, match=re.escape(f"--chunkcache-host-mib {mib}: ")):
-        create_host_pool(context(pool), ChunkCacheConfig(host_mib=mib))
+        create(context(pool), mib)
     if mib == 1:
-        assert create_host_pool(context(pool), ChunkCacheConfig()) is None
+        assert isinstance(create(context(pool)), NoSlots)
 
 
 def test_pool_that_is_sized_after_graphs_is_refused_by_name(
@@ -226,13 +231,13 @@ def test_pool_that_is_sized_after_graphs_is_refused_by_name(
     """Until then its size is that of the addresses it may get."""
     monkeypatch.setattr(device, "post_capture_active", True)
     with pytest.raises(ValueError, match="SGLANG_ENABLE_POST_CAPTURE_KV_SIZING"):
-        create_host_pool(context(device), ChunkCacheConfig(host_mib=1))
-    assert create_host_pool(context(device), ChunkCacheConfig()) is None
+        create(context(device), 1)
+    assert isinstance(create(context(device)), NoSlots)
 
 
 def test_captured_variants_in_a_codec_have_a_store_of_their_own() -> None:
-    fused = ChunkCacheConfig(reuse="fused")
+    fused, ctx = ChunkCacheConfig(reuse="fused"), context(None)
     assert [
-        has_captured(each)
+        HostMemory(ctx, each).has_captured
         for each in (fused, replace(fused, store_codec="int8"), ChunkCacheConfig())
     ] == [True, False, False]
