@@ -26,7 +26,6 @@ from torch import Tensor
 
 from radix_ext.cfo import Scored
 from radix_ext.costs import Phase, Work, through
-from sglang_chunkcache.attention import choice
 from sglang_chunkcache.attention.base import PassSequence, SparseAttention
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.calibration import Calibration
@@ -115,7 +114,7 @@ class FusionPass:
 
     Args:
         host: has the KV of chunks that are moved.
-        attention: as `choice.create` returns it, which is asked where it is None.
+        attention: as `choice.create` returns it.
         pricing: learns what the phases take.
     """
 
@@ -125,12 +124,11 @@ class FusionPass:
         table: RotaryTable,
         config: ChunkCacheConfig,
         host: HostNodes,
-        attention: tuple[SparseAttention | None, dict[str, Any]] | None = None,
-        pricing: Pricing | None = None,
+        attention: tuple[SparseAttention | None, dict[str, Any]],
+        pricing: Pricing,
     ) -> None:
         self.runner, self.table, self.config, self.host = runner, table, config, host
-        self.sparse, self.attention = attention or choice.create(runner, config.recompute_attention)
-        self.pricing = pricing or Pricing(runner)
+        (self.sparse, self.attention), self.pricing = attention, pricing
         self.calibration = Calibration()
         """Selectors read what it names."""
         self.outward = OutwardWatch(self)

@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.own_selectors import own_selectors
-from tests.kit.tensors import HERE, SOURCE, THERE, Scene, asked, make_scene, scene, table_of
+from tests.kit.tensors import HERE, SOURCE, THERE, Scene, asked, make_pass, make_scene, scene
 from tests.sglang_chunkcache.conftest import host_memory
 
 __all__ = ["host_memory", "make_scene", "scene"]
@@ -20,7 +19,7 @@ def test_keys_are_where_they_were_computed(scene: Scene) -> None:
     """From the device and from the store; other requests' are turned, before and after."""
     assert {*own_selectors("eval.selectors")} < {*own_selectors("eval.unrotated")}
     config = replace(scene.config, selectors="eval.unrotated")
-    by = FusionPass(scene.runner, table_of(scene.runner), config, scene.host)
+    by = make_pass(scene.runner, config, scene.host)
     sources = {name: scene.kv(SOURCE[slice(*THERE[name])]) for name in "ABCE"}
     turned = scene.kv(scene.run(asked("none", 0.0), by).slots)
     move = scene.run(replace(asked("context", 0.0), selector="unrotated"), by)

@@ -28,6 +28,7 @@ from radix_ext.moved_plan import Piece, ReusePlan
 from radix_ext.pool_slots import SlotBook
 from radix_ext.sources import DeviceCopy, HostCopy
 from radix_ext.variants import Variant
+from sglang_chunkcache.attention import choice
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
 from sglang_chunkcache.attention.flashinfer import FlashInferSparse
 from sglang_chunkcache.config import ChunkCacheConfig
@@ -373,6 +374,16 @@ def held_kv(blob: HostSlots) -> tuple[Tensor, Tensor]:
     return blob.codec.decode(blob.reader()())
 
 
+MASKED = None, choice.described("masked", "a test")
+
+
+def make_pass(
+    runner: Any, config: ChunkCacheConfig, host: Any, attention: Any = MASKED
+) -> FusionPass:
+    """With the model's table and prices of its own."""
+    return FusionPass(runner, table_of(runner), config, host, attention, Pricing(runner))
+
+
 class Scene:
     """One model with its pool as drawn above."""
 
@@ -382,7 +393,7 @@ class Scene:
         self.config = ChunkCacheConfig(
             reuse="fused", recompute_attention="masked", selectors="eval.selectors"
         )
-        self.fusion_pass = FusionPass(runner, table_of(runner), self.config, self.host)
+        self.fusion_pass = make_pass(runner, self.config, self.host)
         whole = tokens_of((*PROMPT, "question"))
         self.logits = prefill(runner, whole, REFERENCE[: len(whole)])
         self.full = self.kv(REFERENCE[:END])
@@ -458,16 +469,14 @@ class Scene:
 
     def with_config(self, **changes: Any) -> FusionPass:
         """A pass with figures of its own."""
-        config = replace(self.config, **changes)
-        return FusionPass(self.runner, self.fusion_pass.table, config, self.host)
+        return make_pass(self.runner, replace(self.config, **changes), self.host)
 
     def sparse_pass(self, fails: str = "") -> FusionPass:
         shape, scale = heads_of(self.runner)
         attention = Counting(shape, scale=scale)
         attention.fails = fails
         chosen = {"kind": "sparse", "kernel": "reference", "reason": "a test", "ms": {}}
-        table = self.fusion_pass.table
-        return FusionPass(self.runner, table, self.config, self.host, (attention, chosen))
+        return make_pass(self.runner, self.config, self.host, (attention, chosen))
 
 
 class Counting(ReferenceAttention):

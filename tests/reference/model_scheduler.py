@@ -12,10 +12,8 @@ import torch
 
 from radix_ext.moved_plan import Limits
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.recompute import run_extend
-from sglang_chunkcache.fusion.relocate import RotaryTable
 from sglang_chunkcache.scheduler.codec_pool import CodecPool
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.host_nodes import HostCounts, HostNodes
@@ -24,6 +22,7 @@ from sglang_chunkcache.scheduler.tiers import Tiers
 from sglang_chunkcache.storage.codec import CODECS, Quantized
 from sglang_chunkcache.storage.fingerprint import fingerprint
 from sglang_chunkcache.storage.opening import create_index
+from tests.kit.tensors import MASKED, make_pass
 from tests.reference.scheduler import FakeReq, Scheduler
 
 
@@ -54,10 +53,9 @@ class ModelScheduler(Scheduler):
         allocator: Any = None,
         host_pool: Any = None,
     ) -> None:
-        """`attention`: as of `FusionPass`. `host_pool`: what is stored is there."""
+        """`attention`: as of `FusionPass`; None: the mask. `host_pool`: what is stored is there."""
         rows = runner.req_to_token_pool
         self._runner = runner
-        table = RotaryTable.of(runner.model.model.layers[0].self_attn.rotary_emb)
 
         def create_tiers(host: HostChains) -> Tiers:
             nodes = host.nodes
@@ -70,7 +68,7 @@ class ModelScheduler(Scheduler):
             self.store = nodes.index
             self.fuser = Unwatched(
                 host.tree,
-                FusionPass(runner, table, config, nodes, attention),
+                make_pass(runner, config, nodes, attention or MASKED),
                 Limits(prefill_budget, config.max_gap_tokens),
                 fingerprint=partial(fingerprint, runner.model),
                 in_host_memory=None if host_pool is None else host.write_back.takes,

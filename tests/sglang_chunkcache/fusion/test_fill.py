@@ -27,7 +27,6 @@ from radix_ext.variants import Variant
 from sglang_chunkcache import config
 from sglang_chunkcache.fusion import choosing, moving, selectors
 from sglang_chunkcache.fusion import fill as fusion_pass
-from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.measure import question_evidence
 from sglang_chunkcache.fusion.recompute import run_extend
 from sglang_chunkcache.fusion.relocate import copy_moved
@@ -51,6 +50,7 @@ from tests.kit.tensors import (
     Scene,
     asked,
     held_kv,
+    make_pass,
     make_scene,
     put_kv,
     scene,
@@ -389,7 +389,7 @@ def test_what_a_codec_keeps_is_what_is_moved(
     """Values bit by bit, in pieces. The server tells how far that may be off."""
     monkeypatch.setattr(codec_pool, "ROW_SLOTS", LENS["E"] - 1)
     host: Any = PoolHost(scene.runner, name)
-    coding = FusionPass(scene.runner, scene.fusion_pass.table, scene.config, host)
+    coding = make_pass(scene.runner, scene.config, host)
     for chunk, captured in zip("BE", coding.capture([*map(scene.capture, "BE")]), strict=True):
         known, (blob, _) = scene.sources[chunk].facts, captured.read()
         assert blob is not None
@@ -415,7 +415,7 @@ def test_what_a_codec_keeps_is_what_is_moved(
 
 def test_a_codec_keeps_nothing_that_is_not_finite(scene: Scene) -> None:
     host: Any = PoolHost(scene.runner, "int8")
-    coding = FusionPass(scene.runner, scene.fusion_pass.table, scene.config, host)
+    coding = make_pass(scene.runner, scene.config, host)
     scene.runner.token_to_kv_pool.v_buffer[-1][SOURCE[THERE["E"][1] - 1]] = math.inf
     (captured,) = coding.capture([replace(scene.capture("E"), scored=Scored.NOTHING)])
     with pytest.raises(ValueError, match="not finite"):

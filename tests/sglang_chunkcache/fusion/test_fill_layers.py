@@ -13,7 +13,7 @@ import torch
 from radix_ext.costs import Line, Phase, Work
 from radix_ext.moved_plan import ReusePlan
 from sglang_chunkcache.fusion.fill import FusionPass
-from tests.kit.tensors import LENS, PoolHost, Scene, asked, make_scene, scene
+from tests.kit.tensors import LENS, PoolHost, Scene, asked, make_pass, make_scene, scene
 from tests.polling import DEADLINE_S
 
 __all__ = ["make_scene", "scene"]
@@ -167,7 +167,7 @@ def test_what_fails_to_be_saved_gives_all_slots_back(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     host: Any = PoolHost(scene.runner)
-    hosted = FusionPass(scene.runner, scene.fusion_pass.table, scene.config, host)
+    hosted = make_pass(scene.runner, scene.config, host)
     save, calls = host.pool.save, []
 
     def fail_the_second(*slots: torch.Tensor) -> Any:
@@ -185,7 +185,7 @@ def test_what_fails_to_be_saved_gives_all_slots_back(
 
 def test_chunk_without_room_in_the_pool_is_not_captured(scene: Scene) -> None:
     host: Any = PoolHost(scene.runner)
-    hosted = FusionPass(scene.runner, scene.fusion_pass.table, scene.config, host)
+    hosted = make_pass(scene.runner, scene.config, host)
     taken = host.room(host.pool.num_free)
     assert taken is not None
     (captured,) = hosted.capture([scene.capture("B")])

@@ -33,6 +33,7 @@ from tests.kit.tensors import (
     Shuffling,
     asked,
     heads_of,
+    make_pass,
     make_scene,
     scene,
     spoil,
@@ -77,8 +78,7 @@ def passes(scene: Scene) -> list[FusionPass]:
     """By mask, by kernel, and by one that takes rows in another order."""
     shape, scale = heads_of(scene.runner)
     attention = Shuffling(shape, scale=scale), {"kind": "sparse", "reason": "a test"}
-    table = scene.fusion_pass.table
-    shuffling = FusionPass(scene.runner, table, scene.config, scene.host, attention)
+    shuffling = make_pass(scene.runner, scene.config, scene.host, attention)
     return [scene.with_config(), scene.sparse_pass(), shuffling]
 
 
