@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+from collections.abc import Callable
 from typing import Any
 
 from sglang_chunkcache import config
@@ -91,14 +92,23 @@ def create_cache(ctx: Any) -> Any:
         raise ValueError(
             f"{config.flag_name('tree')} stock serves this model (KV allocator {allocator})"
         )
-    create = ChunkRadixCache if ctx.params.page_size == 1 else PagedRadixCache
+    kind = ChunkRadixCache if ctx.params.page_size == 1 else PagedRadixCache
     if isinstance(ctx.params.token_to_kv_pool_allocator.get_kvcache(), MappedPool):
-        create = OneCopyRadixCache
-    cache = create(ctx.params, settings, lambda tree: create_tiers(tree, ctx, settings))
-    if ctx.server_args.enable_priority_scheduling:
-        sign = -1 if ctx.server_args.schedule_low_priority_values_first else 1
-        cache.line.rank_of = lambda req: sign * req.priority
-    return cache
+        kind = OneCopyRadixCache
+    return kind(
+        ctx.params,
+        settings,
+        lambda tree: create_tiers(tree, ctx, settings),
+        _rank_of(ctx.server_args),
+    )
+
+
+def _rank_of(args: Any) -> Callable[[Any], float]:
+    """A request's priority, the more the sooner, as SGLang's arguments say."""
+    if not args.enable_priority_scheduling:
+        return lambda req: 0
+    sign = -1 if args.schedule_low_priority_values_first else 1
+    return lambda req: sign * req.priority
 
 
 def create_python_tree(ctx: Any) -> Any:

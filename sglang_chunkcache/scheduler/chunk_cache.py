@@ -45,6 +45,7 @@ from sglang_chunkcache.scheduler.chunk_key import ChunkKey, Fused
 from sglang_chunkcache.scheduler.chunk_tree import ChunkTree, area_of
 from sglang_chunkcache.scheduler.node import facts, state
 from sglang_chunkcache.scheduler.tiers import Tiers
+from sglang_chunkcache.scheduler.waiting import unranked
 from sglang_chunkcache.wire.message import encode
 from sglang_chunkcache.wire.report import ANSWER_KEY, Answer, Fallback
 from sglang_chunkcache.wire.spans import RequestSpans, unpack
@@ -58,18 +59,20 @@ logger = logging.getLogger(__name__)
 
 
 class ChunkRadixCache(ChunkTree):
-    """Of one rank. `create_tiers` makes what is behind the tree, which it is given."""
+    """Of one rank. `create_tiers` makes what is behind the tree, which it is given. `rank_of`: as
+    of `WaitingLine`."""
 
     def __init__(
         self,
         params: CacheInitParams,
         config: ChunkCacheConfig,
         create_tiers: Callable[[ChunkTree], Tiers],
+        rank_of: Callable[[Req], float] = unranked,
     ) -> None:
         self._secret = config.secret
         self.fallbacks: Counter[Fallback] = Counter()
         self.match_seconds = self.insert_seconds = 0.0
-        super().__init__(params, config)
+        super().__init__(params, config, rank_of)
         self.tiers = create_tiers(self)
 
     def arrived(self, req: Req) -> None:

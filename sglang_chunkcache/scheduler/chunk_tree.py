@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,11 +33,12 @@ from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.event_log import EventLog
 from sglang_chunkcache.scheduler.eviction import PromotedFirst, ReusedLonger
 from sglang_chunkcache.scheduler.node import HostNode, facts, identity_of, paths, up_from
-from sglang_chunkcache.scheduler.waiting import WaitingLine
+from sglang_chunkcache.scheduler.waiting import WaitingLine, unranked
 from sglang_chunkcache.wire.events import Evicted, Inserted, Moved
 from sglang_chunkcache.wire.spans import RequestSpans
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 
 MAX_UNREAD_EVENTS = 65_536
@@ -47,8 +48,13 @@ MAX_UNREAD_EVENTS = 65_536
 class ChunkTree(compat.Tree):  # type: ignore[misc]
     """CRAFT 4.1's GPU-local chunk-prefix tree."""
 
-    def __init__(self, params: CacheInitParams, config: ChunkCacheConfig) -> None:
-        """Raises ValueError for speculative decoding."""
+    def __init__(
+        self,
+        params: CacheInitParams,
+        config: ChunkCacheConfig,
+        rank_of: Callable[[Req], float] = unranked,
+    ) -> None:
+        """`rank_of`: as of `WaitingLine`. Raises ValueError for speculative decoding."""
         if params.is_eagle:
             raise ValueError(
                 "the chunk cache does not support speculative decoding (--speculative-algorithm)"
@@ -57,7 +63,7 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         self.copies: ChunkCopies = ChunkCopies(identity_of, facts, self._credit)
         """Chunks whose computed KV may be moved to another place."""
         self.clock = 0  # requests so far
-        self.line = WaitingLine(self.num_idle)
+        self.line = WaitingLine(self.num_idle, rank_of)
         self.num_inserted_chunks = self.num_evicted_chunks = 0
         self.num_chunk_tokens = self.num_promoted = 0
         super().__init__(params)

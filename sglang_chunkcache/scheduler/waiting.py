@@ -69,13 +69,19 @@ class _Wait:
     num_admitted: int = 0  # requests, when that began
 
 
-class WaitingLine:
-    """Of one rank. `num_idle`: slots that are free or evictable."""
+def unranked(req: Req) -> float:
+    """Nobody has a priority."""
+    return 0
 
-    def __init__(self, num_idle: Callable[[], int]) -> None:
-        self._num_idle = num_idle
-        self.rank_of: Callable[[Req], float] = lambda req: 0
-        """A request's priority, the more the sooner."""
+
+class WaitingLine:
+    """Of one rank. `num_idle`: slots that are free or evictable. `rank_of`: a request's priority,
+    the more the sooner."""
+
+    def __init__(
+        self, num_idle: Callable[[], int], rank_of: Callable[[Req], float] = unranked
+    ) -> None:
+        self._num_idle, self.rank_of = num_idle, rank_of
         self.num_forwards = 0
         self._adder: PrefillAdder | None = None
         self._num_arrived = self._num_admitted = 0

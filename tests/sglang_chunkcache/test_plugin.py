@@ -19,7 +19,7 @@ import torch
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.plugins.hook_registry import HookRegistry
 
-from sglang_chunkcache import hooks
+from sglang_chunkcache import hooks, plugin
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.plugin import create_cache
 from sglang_chunkcache.storage.storage import Storage
@@ -174,6 +174,20 @@ def test_without_host_memory(create: Create, tmp_path: Path) -> None:
     cache.tiers.storage.close()
     with pytest.raises(ValueError, match="--chunkcache-storage-backend: exact chains"):
         create(reuse="exact", host_mib=0, **file_in(tmp_path / "other"))
+
+
+@pytest.mark.parametrize(
+    ("is_on", "low_first", "ranks"),
+    [(False, False, [0, 0]), (True, False, [1, 7]), (True, True, [-1, -7])],
+)
+def test_waiting_requests_rank_as_sglang_is_told(
+    is_on: bool, low_first: bool, ranks: list[int]
+) -> None:
+    args = SimpleNamespace(
+        enable_priority_scheduling=is_on, schedule_low_priority_values_first=low_first
+    )
+    rank_of = plugin._rank_of(args)
+    assert [rank_of(SimpleNamespace(priority=each)) for each in (1, 7)] == ranks
 
 
 def test_missing_hook_stops_the_start(create: Create, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,8 +22,7 @@ class Queue:
 
     def __init__(self, large: int = 1) -> None:
         self.comes = False
-        self.line = WaitingLine(lambda: 10 * self.comes)
-        self.line.rank_of = lambda req: req.priority
+        self.line = WaitingLine(lambda: 10 * self.comes, lambda req: req.priority)
         self._names = map(str, count())
         self.running: list[Any] = [self.arrive()]
         self.large = [self.arrive() for _ in range(large)]
