@@ -6,6 +6,7 @@ from typing import Any
 
 from sglang_chunkcache import compat
 from sglang_chunkcache.config import ChunkCacheConfig, flag_name
+from sglang_chunkcache.rank_metrics import NO_METRICS
 from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.host_memory import HostMemory
@@ -48,7 +49,7 @@ def create_tiers(tree: ChunkTree, ctx: Any, config: ChunkCacheConfig) -> Tiers:
         keeps=keeps,
         has_captured=memory.has_captured,
         num_ranks=compat.parallel(runner, "tp_group").world_size,
-        metrics=HostMetrics() if is_shown and pool.num_slots else None,
+        metrics=HostMetrics() if is_shown and pool.num_slots else NO_METRICS,
     )
     fuser = None
     if config.reuse == "fused":
@@ -59,6 +60,6 @@ def create_tiers(tree: ChunkTree, ctx: Any, config: ChunkCacheConfig) -> Tiers:
     if storage is not None and keeps:
         # behind the fuser, which starts the storage
         stored = create_stored_chains(host, storage, ctx, config)
-    metrics = WaitMetrics() if is_shown else None
+    metrics = WaitMetrics() if is_shown else NO_METRICS
     step("")
     return Tiers(host, storage=storage, stored=stored, fuser=fuser, metrics=metrics)

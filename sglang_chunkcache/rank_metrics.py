@@ -102,3 +102,15 @@ class RankMetrics:
         exported, labels = self._exported[name], (*self._labels.values(), *last)
         # prometheus_client refuses `labels()` where a metric was made without any.
         return exported.labels(*labels) if labels else exported
+
+
+class NoMetrics(RankMetrics):
+    """Shown to nobody: never due, so that nobody gathers them."""
+
+    is_due = False
+
+    def __init__(self) -> None: ...
+    def show(self, stats: Mapping[str, Any]) -> None: ...
+
+
+NO_METRICS = NoMetrics()

@@ -23,7 +23,7 @@ from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.relocate import RotaryTable, rotary_of
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.fusion.trial_rows import Means
-from sglang_chunkcache.rank_metrics import RankMetrics
+from sglang_chunkcache.rank_metrics import NO_METRICS, RankMetrics
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.host_memory import HostMemory
 from sglang_chunkcache.scheduler.host_nodes import HostCounts, HostNodes
@@ -111,6 +111,7 @@ def create_fuser(
         tier = StorageTier(storage, nodes, max_gap_tokens=config.max_gap_tokens)
     # Weights may be away when the tree is reset, and cannot be read then.
     weights = (lambda: None) if args.enable_memory_saver else partial(fingerprint, runner.model)
+    is_shown = args.enable_metrics
     fuser = Fuser(
         host_chains.tree,
         fusion_pass,
@@ -120,7 +121,7 @@ def create_fuser(
         tier=tier,
         in_host_memory=host_chains.write_back.takes if has_chains else None,
         gate=figures.as_dict(),
-        metrics=RankMetrics("chunkcache:store_", GAUGES, {}) if args.enable_metrics else None,
+        metrics=RankMetrics("chunkcache:store_", GAUGES, {}) if is_shown else NO_METRICS,
     )
     # `Fuser` has told the storage which weights these are: before that it names no entry.
     if tier is not None:

@@ -43,7 +43,7 @@ class StoreKeeper:
 
     Args:
         tier: below the store. None: what leaves the store is gone.
-        metrics: shown what `stats` says of the store. None: no Prometheus.
+        metrics: shown what `stats` says of the store.
         in_host_memory: whether the store has, or is about to have, a node of the tree as a part of
             its exact chain. None: exact chains are not in the store.
     """
@@ -55,7 +55,7 @@ class StoreKeeper:
         sources: ChunkSources,
         fusion_pass: FusionPass,
         tier: StorageTier | None,
-        metrics: RankMetrics | None,
+        metrics: RankMetrics,
         in_host_memory: Callable[[TreeNode], bool] | None,
     ) -> None:
         self._store, self._sources, self._tier, self._metrics = store, sources, tier, metrics
@@ -101,7 +101,7 @@ class StoreKeeper:
         self._was_put_off = first_tokens_wait and not self._was_put_off
         if self._was_put_off:
             return
-        if self._metrics is not None and self._metrics.is_due:
+        if self._metrics.is_due:
             self.stats()
         if is_ahead:
             self.captures.drain()
@@ -157,8 +157,7 @@ class StoreKeeper:
             "token_bytes": self._token_bytes,
             **self.captures.stats(),
         }
-        if self._metrics is not None:
-            self._metrics.show(found)
+        self._metrics.show(found)
         return found
 
     def _changed(self, identity: Identity, variant: Variant, is_here: bool) -> None:

@@ -41,7 +41,7 @@ from sglang_chunkcache.fusion.planning import Planner
 from sglang_chunkcache.fusion.promises import Promises
 from sglang_chunkcache.fusion.tail import given
 from sglang_chunkcache.fusion.tier import StorageTier
-from sglang_chunkcache.rank_metrics import RankMetrics
+from sglang_chunkcache.rank_metrics import NO_METRICS, RankMetrics
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.wire.report import Explanation, Fallback, Report
@@ -76,7 +76,7 @@ class Fuser:
         fingerprint: Callable[[], int | None],
         calibrator: Calibrator | None = None,
         tier: StorageTier | None = None,
-        metrics: RankMetrics | None = None,
+        metrics: RankMetrics = NO_METRICS,
         in_host_memory: Callable[[TreeNode], bool] | None = None,
         gate: dict[str, Any] | None = None,
     ) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from radix_ext.costs import Phase, Work
 from radix_ext.variant_index import VariantIndex
 from radix_ext.write_back import MUCH_LARGER
-from sglang_chunkcache.rank_metrics import RankMetrics
+from sglang_chunkcache.rank_metrics import NO_METRICS, RankMetrics
 from sglang_chunkcache.scheduler.host_nodes import HostCounts, HostNodes
 from sglang_chunkcache.scheduler.host_pool import HostPool
 from sglang_chunkcache.scheduler.load_back import LoadBack
@@ -45,7 +45,7 @@ class HostChains:
         has_captured: the pool is for captured variants, too.
         num_ranks: of a tensor-parallel group. More than one: a copy that fails is raised, since the
             others' may not have.
-        metrics: shown what `stats` says, with it and when due. None: no Prometheus.
+        metrics: shown what `stats` says, with it and when due.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class HostChains:
         keeps: bool = True,
         has_captured: bool = False,
         num_ranks: int = 1,
-        metrics: RankMetrics | None = None,
+        metrics: RankMetrics = NO_METRICS,
     ) -> None:
         self.tree, self.pool, self.pricing, self.index = tree, pool, pricing, index
         self._num_ranks, self._metrics = num_ranks, metrics
@@ -86,7 +86,7 @@ class HostChains:
     def after(self, *, first_tokens_wait: bool) -> Iterator[tuple[HostNode, TreeNode]]:
         """As `WriteBack.after`, once a forward."""
         yield from self.write_back.after(first_tokens_wait=first_tokens_wait)
-        if self._metrics is not None and self._metrics.is_due:
+        if self._metrics.is_due:
             self.stats()
 
     def reset(self) -> None:
@@ -120,8 +120,7 @@ class HostChains:
                 for phase in (Phase.LOAD, Phase.EXTEND)
             },
         }
-        if self._metrics is not None:
-            self._metrics.show(found)
+        self._metrics.show(found)
         return found
 
     def _copy_failed(self, error: Exception) -> None:

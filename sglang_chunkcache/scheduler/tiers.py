@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from sglang_chunkcache import compat
-from sglang_chunkcache.rank_metrics import RankMetrics
+from sglang_chunkcache.rank_metrics import NO_METRICS, RankMetrics
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.node import state
@@ -35,7 +35,7 @@ class Tiers:
         host: with `NoSlots`, if there is no host memory.
         stored: None: exact chains are not kept in the storage.
         fuser: a `fusion.promise.Fuser`. None: nothing is moved.
-        metrics: of requests that wait. None: not shown.
+        metrics: of requests that wait.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Tiers:
         storage: Storage | None = None,
         stored: StoredChains | None = None,
         fuser: Any = None,
-        metrics: RankMetrics | None = None,
+        metrics: RankMetrics = NO_METRICS,
     ) -> None:
         self.host, self.storage, self.stored, self.fuser = host, storage, stored, fuser
         self.line, self._metrics = host.tree.line, metrics
@@ -98,7 +98,7 @@ class Tiers:
                 self.stored.saved(host, node)
         if self.storage is not None:
             self.storage.poll(is_round=True)
-        if self._metrics is not None and self._metrics.is_due:
+        if self._metrics.is_due:
             self._metrics.show({"waits": self.line.waits})
 
     def watch(self, batch: ScheduleBatch, hidden: Any = None) -> AbstractContextManager[None]:

@@ -18,6 +18,7 @@ from radix_ext.loading import WaitPolicy
 from radix_ext.variant_index import VariantIndex
 from sglang_chunkcache import compat
 from sglang_chunkcache.config import ChunkCacheConfig, flag_name
+from sglang_chunkcache.rank_metrics import NO_METRICS
 from sglang_chunkcache.storage.backend import Backend, create_backend, folder_of, room_in
 from sglang_chunkcache.storage.entry import DTYPES, Layout
 from sglang_chunkcache.storage.jobs import GONE
@@ -84,7 +85,7 @@ def create_storage(
         Naming(opened.names, model_of, layout),
         opened.rows,
         WaitPolicy(config.storage_wait),
-        StorageMetrics("network" if opened.loader.is_shared else "disk") if shows else None,
+        StorageMetrics("network" if opened.loader.is_shared else "disk") if shows else NO_METRICS,
     )
 
 

@@ -25,7 +25,7 @@ from radix_ext.loading import LoadTimes, WaitPolicy
 from radix_ext.prefetches import Prefetches
 from radix_ext.variant_index import VariantIndex
 from radix_ext.variants import Identity, Variant
-from sglang_chunkcache.rank_metrics import RankMetrics
+from sglang_chunkcache.rank_metrics import NO_METRICS, RankMetrics
 from sglang_chunkcache.storage.entry import Entry, Layout
 from sglang_chunkcache.storage.held import variant_of_row
 from sglang_chunkcache.storage.jobs import FAILED, PAUSED, Load
@@ -59,7 +59,7 @@ class Storage:
         naming: Naming,
         rows: Iterable[Row],
         wait_policy: WaitPolicy,
-        metrics: RankMetrics | None = None,
+        metrics: RankMetrics = NO_METRICS,
     ) -> None:
         self.index, self.loader, self.ranks, self.naming = index, loader, loader.ranks, naming
         self.names, self.layout = naming.names, naming.layout
@@ -218,7 +218,7 @@ class Storage:
     def poll(self, *, is_round: bool = False) -> None:
         """Take in what the thread has done, as `Loader.poll`."""
         self._take_in(is_round)
-        if self._metrics is not None and self._metrics.is_due:
+        if self._metrics.is_due:
             self.stats()
 
     # Operators
@@ -260,8 +260,7 @@ class Storage:
             **({"found": self.others.num_found} if self.loader.is_shared else {}),
             **self.loader.stats(),
         }
-        if self._metrics is not None:
-            self._metrics.show(found)
+        self._metrics.show(found)
         return found
 
     @contextmanager
