@@ -21,6 +21,7 @@ from sglang_chunkcache.fusion.model_support import unsupported
 from sglang_chunkcache.fusion.price_trial import measure_costs
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.relocate import RotaryTable, rotary_of
+from sglang_chunkcache.fusion.sharing import Sharing
 from sglang_chunkcache.fusion.tier import StorageTier
 from sglang_chunkcache.fusion.trial_rows import Means
 from sglang_chunkcache.rank_metrics import NO_METRICS, RankMetrics
@@ -105,7 +106,8 @@ def create_fuser(
         )
     # at ratio 0 there would be nothing to try choices with
     calibrator = Calibrator(means, config.recompute_ratio or 0.15)
-    fusion_pass = FusionPass(runner, table, config, nodes, (sparse, attention), pricing)
+    sharing = Sharing.of(pool, table, partial(host_chains.tree.make_room, 0))
+    fusion_pass = FusionPass(runner, table, config, nodes, (sparse, attention), pricing, sharing)
     tier = None
     if storage is not None:
         tier = StorageTier(storage, nodes, max_gap_tokens=config.max_gap_tokens)

@@ -116,6 +116,7 @@ class FusionPass:
         host: has the KV of chunks that are moved.
         attention: as `choice.create` returns it.
         pricing: learns what the phases take.
+        sharing: None: each slot has its row.
     """
 
     def __init__(
@@ -126,6 +127,7 @@ class FusionPass:
         host: HostNodes,
         attention: tuple[SparseAttention | None, dict[str, Any]],
         pricing: Pricing,
+        sharing: Sharing | None,
     ) -> None:
         self.runner, self.table, self.config, self.host = runner, table, config, host
         (self.sparse, self.attention), self.pricing = attention, pricing
@@ -136,7 +138,7 @@ class FusionPass:
         self.pool = runner.token_to_kv_pool
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.num_tokens: Counter[str] = Counter()
-        self.sharing = Sharing.of(self.pool, table)
+        self.sharing = sharing
         shares = self.sharing is not None
         self.mover = Mover(self.pool, table, self.pricing, host, self.num_tokens, shares=shares)
         self._chooser = Chooser(runner, config, self.pricing)

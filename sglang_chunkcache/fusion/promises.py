@@ -15,7 +15,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,8 +60,6 @@ class Promises:
     ) -> None:
         self._tree, self._sources, self._fusion_pass = tree, sources, fusion_pass
         self._limits = limits
-        if fusion_pass.sharing is not None:
-            fusion_pass.sharing.make_room = partial(tree.make_room, 0)
         self._pending: list[_Pending] = []
         self._num_with_tails = 0
 

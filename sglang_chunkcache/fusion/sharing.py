@@ -25,18 +25,17 @@ from sglang_chunkcache.wire.report import Fallback
 
 
 class Sharing:
-    """Of one rank."""
+    """Of one rank. `make_room` evicts until so many rows are free, or nothing is left to evict."""
 
-    make_room: Callable[[int], None]
-    """Evicts until so many rows are free, or nothing is left to evict."""
-
-    def __init__(self, slot_map: SlotMap, table: RotaryTable) -> None:
-        self._slot_map, slot_map.turns = slot_map, table
+    def __init__(
+        self, slot_map: SlotMap, table: RotaryTable, make_room: Callable[[int], None]
+    ) -> None:
+        self._slot_map, slot_map.turns, self._make_room = slot_map, table, make_room
 
     @classmethod
-    def of(cls, pool: Any, table: RotaryTable) -> Sharing | None:
+    def of(cls, pool: Any, table: RotaryTable, make_room: Callable[[int], None]) -> Sharing | None:
         """None: the pool has no virtual slots."""
-        return cls(pool.slot_map, table) if isinstance(pool, MappedPool) else None
+        return cls(pool.slot_map, table, make_room) if isinstance(pool, MappedPool) else None
 
     def num_rows(self, plan: ReusePlan) -> int:
         """That a promise takes, with those that it reserves."""
@@ -78,7 +77,7 @@ class Sharing:
         is_shared = self._slot_map.is_shared(slots)
         unexpected = int(is_shared.sum()) - move.num_reserved
         if unexpected > self._slot_map.num_free:
-            self.make_room(unexpected)
+            self._make_room(unexpected)
         missing = unexpected - self._slot_map.num_free  # below 1: none
         if missing > 0 and not all_of_them:
             kept = torch.ones_like(is_shared)

@@ -36,6 +36,7 @@ from sglang_chunkcache.fusion.fill import Capture, FusionPass
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.recompute import run_extend
 from sglang_chunkcache.fusion.relocate import RotaryTable, copy_moved
+from sglang_chunkcache.fusion.sharing import Sharing
 from sglang_chunkcache.fusion.trial_rows import Means
 from sglang_chunkcache.own_selectors import own_needs
 from sglang_chunkcache.scheduler.codec_pool import CodecPool
@@ -378,10 +379,15 @@ MASKED = None, choice.described("masked", "a test")
 
 
 def make_pass(
-    runner: Any, config: ChunkCacheConfig, host: Any, attention: Any = MASKED
+    runner: Any,
+    config: ChunkCacheConfig,
+    host: Any,
+    attention: Any = MASKED,
+    sharing: Sharing | None = None,
 ) -> FusionPass:
     """With the model's table and prices of its own."""
-    return FusionPass(runner, table_of(runner), config, host, attention, Pricing(runner))
+    table, pricing = table_of(runner), Pricing(runner)
+    return FusionPass(runner, table, config, host, attention, pricing, sharing)
 
 
 class Scene:

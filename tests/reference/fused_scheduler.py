@@ -14,6 +14,7 @@ from array import array
 from collections import Counter
 from collections.abc import Iterable, MutableMapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -265,7 +266,10 @@ class FusedScheduler(Scheduler):
             is_shared = host_slots > 0 and config.store_codec == "none"
             nodes = host.nodes if is_shared else self._own_nodes(host.tree, config, store_bytes)
             self.store = nodes.index
-            sharing = Sharing(self.allocator.slot_map, NO_TABLE) if has_rows else None
+            sharing = None
+            if has_rows:
+                make_room = partial(host.tree.make_room, 0)
+                sharing = Sharing(self.allocator.slot_map, NO_TABLE, make_room)
             self.fusion_pass = FakePass(self.contents, self.rows, config, nodes, sharing)
             self.fuser = Fuser(
                 host.tree,

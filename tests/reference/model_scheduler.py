@@ -14,6 +14,7 @@ from radix_ext.moved_plan import Limits
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.promise import Fuser
 from sglang_chunkcache.fusion.recompute import run_extend
+from sglang_chunkcache.fusion.sharing import Sharing
 from sglang_chunkcache.scheduler.codec_pool import CodecPool
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.host_nodes import HostCounts, HostNodes
@@ -22,7 +23,7 @@ from sglang_chunkcache.scheduler.tiers import Tiers
 from sglang_chunkcache.storage.codec import CODECS, Quantized
 from sglang_chunkcache.storage.fingerprint import fingerprint
 from sglang_chunkcache.storage.opening import create_index
-from tests.kit.tensors import MASKED, make_pass
+from tests.kit.tensors import MASKED, make_pass, table_of
 from tests.reference.scheduler import FakeReq, Scheduler
 
 
@@ -66,9 +67,11 @@ class ModelScheduler(Scheduler):
                     pool = CodecPool(runner.token_to_kv_pool, store_bytes, codec=codec)
                 nodes = HostNodes(host.tree, pool, create_index(config, store_bytes), HostCounts())
             self.store = nodes.index
+            make_room = partial(host.tree.make_room, 0)
+            sharing = Sharing.of(runner.token_to_kv_pool, table_of(runner), make_room)
             self.fuser = Unwatched(
                 host.tree,
-                make_pass(runner, config, nodes, attention or MASKED),
+                make_pass(runner, config, nodes, attention or MASKED, sharing),
                 Limits(prefill_budget, config.max_gap_tokens),
                 fingerprint=partial(fingerprint, runner.model),
                 in_host_memory=None if host_pool is None else host.write_back.takes,
