@@ -57,7 +57,7 @@ def load_in_order(
     begun: dict[int, bool | None],
     *,
     max_gap_tokens: int,
-) -> int:
+) -> list[int]:
     """Load of what a prompt misses, in its order, what a plan could move: what is not loaded is
     computed, and behind more of that than `max_gap_tokens` nothing is moved.
 
@@ -68,17 +68,18 @@ def load_in_order(
         begun: what `load` has said, by index. Only what found no room is asked for again.
 
     Returns:
-        How many find no room yet.
+        Which find no room yet.
     """
-    num_left = gap_len = 0
+    left, gap_len = list[int](), 0
     for index, chunk in enumerate(chunks):
         if begun.get(index, False) is False:
             begun[index] = load(chunk)
-        num_left += begun[index] is False
+        if begun[index] is False:
+            left.append(index)
         gap_len += chunk.num_tokens if begun[index] is None else 0
         if gap_len > max_gap_tokens:
             break
-    return num_left
+    return left
 
 
 def loading_pays(load_s: float | None, compute_s: float | None) -> bool:
@@ -129,6 +130,10 @@ class LoadTimes:
         """An estimate. None: nothing was loaded yet."""
         return self._fixed + self._each * num_bytes if self._seen else None
 
+    def all_seconds(self, sizes: Sequence[int]) -> float | None:
+        """Of several loads, one after the other."""
+        return self._fixed * len(sizes) + self._each * sum(sizes) if self._seen else None
+
     def bytes_within(self, seconds: float) -> float | None:
         """How many come in so much time, by one load. None: as of `seconds`."""
         if not self._seen:
@@ -143,8 +148,8 @@ class WaitPolicy:
     """How long a request that could be admitted waits for its loads.
 
     At most a share of what they save, so a wait in vain costs no more than that, and only where
-    they are estimated to be here by then: as late as those were that a request looked for before,
-    or, as long as these have not come, are by now. Pure: it reads no clock.
+    they are estimated to be here by then, as late as those were that a request looked for before.
+    While these are overdue nobody waits: loads come in order. Pure: it reads no clock.
     """
 
     def __init__(self, share: float) -> None:
@@ -154,16 +159,22 @@ class WaitPolicy:
         self._sought: tuple[float, Callable[[], float | None]] | None = None  # due, and came at
 
     def seconds(
-        self, load: float | None, saved: float, now: float, came_at: Callable[[], float | None]
+        self,
+        load: float | None,
+        saved: float,
+        now: float,
+        came_at: Callable[[], float | None] | None,
     ) -> float:
         """How long to wait. `load`: what the loads are estimated to take from now on;
-        None: nothing was loaded yet. `came_at`: when all had come; None: they have not."""
+        None: nothing was loaded yet. `came_at`: when all had come, or None, they have not. None: of
+        what comes too much is unknown to learn from."""
         late_s = self._lateness(now)
         most = min(MAX_WAIT_S, self.share * saved)
         if not most:
             return 0.0
-        if self._sought is None:
-            self._sought = now + (load or 0.0), came_at
+        if self._sought is None and came_at is not None:
+            # of the first loads nobody knows more than how long they are waited for
+            self._sought = now + (most if load is None else load), came_at
         if (load or 0.0) + late_s > most:
             return 0.0
         self.num_waits += 1
@@ -178,6 +189,6 @@ class WaitPolicy:
         due, came_at = self._sought
         came = came_at()
         if came is None:
-            return max(self._late_s, now - due)
+            return self._late_s if now < due else inf
         self._late_s, self._sought = max(0.0, came - due), None
         return self._late_s

@@ -189,6 +189,19 @@ def make_plan(
     return ReusePlan((), fallbacks, estimate=estimate)
 
 
+def seconds_saved(plan: ReusePlan, instead_of: ReusePlan) -> float | None:
+    """Of the time to the first token, by one plan instead of another one for the same prompt, with
+    the same prefix cached. None: not estimated."""
+    if plan.estimate is None:
+        return None if plan.pieces else 0.0
+    computed = plan.estimate.computed
+
+    def of(each: ReusePlan) -> float:
+        return each.estimate.planned if each.pieces and each.estimate else computed
+
+    return max(0.0, of(instead_of) - of(plan))
+
+
 class _Cut(NamedTuple):
     """A plan that ends with a hit."""
 

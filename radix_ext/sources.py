@@ -5,15 +5,21 @@ A tier is one class here: what a plan needs to choose it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias
 
 from radix_ext.cfo import KvFacts, Prefix
+from radix_ext.chunk import ChunkId
 from radix_ext.moved_plan import Candidate, ReusePlan
 from radix_ext.variant_index import VariantIndex
 from radix_ext.variants import Identity, Variant
+
+Coming: TypeAlias = Mapping[ChunkId, Sequence[Variant]]
+"""What is on its way into a store."""
+NOTHING: Coming = MappingProxyType({})
 
 
 @dataclass(slots=True)
@@ -122,13 +128,19 @@ class ChunkSources:
         self._copies, self._store, self._max_copies = copies, store, max_copies
 
     def candidates(
-        self, identity: Identity, head: str = "", *, alone: bool = False
+        self,
+        identity: Identity,
+        head: str = "",
+        *,
+        alone: bool = False,
+        coming: Iterable[Variant] = (),
     ) -> list[Candidate]:
-        """Everywhere the chunk's KV is, the device first: there as `ChunkCopies.find` says."""
+        """Everywhere the chunk's KV is, the device first: there as `ChunkCopies.find` says. With
+        what is `coming` into the store: to estimate a plan, not to carry it out."""
         copies = self._copies.find(identity, head, self._max_copies, alone=alone)
         return [
             *(DeviceCopy(self._copies.facts_of(node), node) for node in copies),
-            *(HostCopy(variant) for variant in self._store.find(identity)),
+            *(HostCopy(variant) for variant in (*self._store.find(identity), *coming)),
         ]
 
     def are_there(self, plan: ReusePlan) -> bool:

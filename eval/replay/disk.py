@@ -9,7 +9,7 @@ failures, hints, time in which the scheduler does not look.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ from radix_ext.costs import Costs, Phase, Work, explores, extend_work
 from radix_ext.exact_chains import ChainPlace, ChainVariant
 from radix_ext.loading import WaitPolicy, load_in_order, loading_pays, pay_together, worth_loading
 from radix_ext.pool_slots import PoolSlots
-from radix_ext.sources import ChunkSources
+from radix_ext.sources import ChunkSources, Coming
 from radix_ext.variant_index import VariantIndex
 from radix_ext.variants import Identity, Variant
 from sglang_chunkcache.config import MAX_LOADED_VARIANTS
@@ -101,7 +101,10 @@ class Asked:
     jobs: list[Transfer] = field(default_factory=list)
     rest: list[Callable[[], None]] = field(default_factory=list)
     """Load what found no room."""
-    num_left: int = 0
+    left: list[int] = field(default_factory=list)
+    """Bytes of these."""
+    variants: defaultdict[ChunkId, list[Variant]] = field(default_factory=lambda: defaultdict(list))
+    """What of chunks is to be moved."""
     saved_s: float = 0.0
     """What its coming is estimated to save of the time to the first token, loading aside."""
 
@@ -181,24 +184,29 @@ class FusedDisk:
             self.counts["found"] += sum(bool(self._found(each)) for each in missing)
             self._load_for(missing)
 
-    def wait(self, at: float) -> float:
-        """The request could be admitted: when it is, and what comes after that is late."""
+    def wait(self, at: float, saved_s: Callable[[Coming], float | None]) -> float:
+        """The request could be admitted: when it is, and what comes after that is late.
+        `saved_s`: as `Planner.saved_s`, of these."""
         now, asked = self.disk.advance(at), self._asked
 
         def has_come() -> bool:
             return _came_at(asked) is not None
 
         if not has_come():
-            under_way = [job for job in self._under_way.values() if job is not None]
-            loads = [self.disk.loads.times.seconds(job.num_bytes) for job in under_way]
-            load_s = None if None in loads else sum(filter(None, loads))
+            if asked.variants and (saved := saved_s(asked.variants)) is not None:
+                asked.saved_s = saved
+            jobs = [job for job in self._under_way.values() if job is not None]
+            while jobs and not asked.left and jobs[-1] not in asked.jobs:
+                jobs.pop()
+            sizes = [*(job.num_bytes for job in jobs), *asked.left]
+            load_s = self.disk.loads.times.all_seconds(sizes)
             if wait_s := self._policy.seconds(load_s, asked.saved_s, now, partial(_came_at, asked)):
                 now = self.disk.advance(at + wait_s, has_come)
                 self._policy.ended(in_vain=not has_come())
         self.wait_s += now - at
         self.counts["loaded"] += sum(job.is_done for job in asked.jobs)
         self.counts["late"] += sum(not job.is_done for job in asked.jobs)
-        self.counts["left"] += asked.num_left
+        self.counts["left"] += len(asked.left)
         self._asked = Asked()
         return now
 
@@ -266,7 +274,8 @@ class FusedDisk:
         for number, i in enumerate(missing):
             if not self._claim(keys[i + 1], keys[i], ids[i], head, ids[:i], spans[i]):
                 rest = partial(self._load_chain, ids, spans, head)
-                self._goes_on(rest, len(missing) - number)
+                left = (spans[i].end - spans[i].start for i in missing[number:])
+                self._goes_on(rest, [self._token_bytes * each for each in left])
                 return
 
     def _claim(
@@ -334,7 +343,7 @@ class FusedDisk:
             [times.seconds(variant.blob.nbytes) for _, part in found for variant in part],
             [each.computed_s for each, part in found if part],
         )
-        num_left = load_in_order(
+        left = load_in_order(
             missing_chunks,
             partial(self._begin_missing, is_sooner),
             begun,
@@ -344,8 +353,10 @@ class FusedDisk:
             tried = [each for i, each in enumerate(missing_chunks) if begun.get(i) is not None]
             saved_s = sum(each.saved_s for each in tried)
             self._asked.saved_s = max(self._asked.saved_s, saved_s)
-        if num_left:
-            self._goes_on(partial(self._load_for, missing_chunks, begun), num_left)
+        if left:
+            variants = (each for i in left for each in self._found(missing_chunks[i]))
+            sizes = [variant.blob.nbytes for variant in variants]
+            self._goes_on(partial(self._load_for, missing_chunks, begun), sizes)
 
     def _begin_missing(self, is_sooner: bool, missing: _Missing) -> bool | None:
         found: list[bool] = []
@@ -353,6 +364,7 @@ class FusedDisk:
             load_s = self.disk.loads.times.seconds(variant.blob.nbytes)
             pays = is_sooner or loading_pays(load_s, missing.computed_s)
             if self._tries(pays=pays):
+                self._asked.variants[missing.chunk].append(variant)
                 found.append(self._load(missing.chunk, variant))
         return all(found) if found else None
 
@@ -411,14 +423,15 @@ class FusedDisk:
         self._asked.jobs.append(job)
         return True
 
-    def _goes_on(self, rest: Callable[[], None], num_left: int) -> None:
-        self._asked.rest.append(rest)
-        self._asked.num_left += num_left
+    def _goes_on(self, rest: Callable[[], None], left: Sequence[int]) -> None:
+        self._asked.left += left
+        if any(self._under_way.values()):
+            self._asked.rest.append(rest)
 
     def _go_on(self) -> None:
         """As `Storage._go_on`, of the one request that waits."""
         if not self.disk.loads.is_full:
-            rest, self._asked.rest, self._asked.num_left = self._asked.rest, [], 0
+            rest, self._asked.rest, self._asked.left = self._asked.rest, [], []
             for each in rest:
                 each()
 
@@ -486,8 +499,9 @@ class FusedDisk:
 
 
 def _came_at(asked: Asked) -> float | None:
-    jobs = asked.jobs
-    return max((job.ended for job in jobs), default=0.0) if all(j.is_done for j in jobs) else None
+    if asked.rest or not all(job.is_done for job in asked.jobs):
+        return None
+    return max((job.ended for job in asked.jobs), default=0.0)
 
 
 def _chain_key(head: str, ids: Prefix) -> ChainId:

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, takewhile
 from math import log
@@ -55,9 +55,16 @@ from radix_ext.cfo import Attention, Scored
 from radix_ext.costs import Costs, Phase, Work, extend_work, seconds
 from radix_ext.exact_growth import exact_gaps
 from radix_ext.loading import WaitPolicy, num_fitting
-from radix_ext.moved_plan import Limits, NotMoved, ReusePlan, make_plan
+from radix_ext.moved_plan import (
+    Candidate,
+    Limits,
+    NotMoved,
+    ReusePlan,
+    make_plan,
+    seconds_saved,
+)
 from radix_ext.pool_slots import PoolSlots
-from radix_ext.sources import ChunkCopies, ChunkSources, DeviceCopy
+from radix_ext.sources import NOTHING, ChunkCopies, ChunkSources, Coming, DeviceCopy
 from radix_ext.variant_index import VariantIndex
 from sglang_chunkcache import ChunkCacheConfig
 from sglang_chunkcache.config import MAX_CAPTURED_TOKENS, MAX_COPIES, MAX_WAITING_CAPTURES
@@ -253,26 +260,14 @@ class FusedReplay:
             return FusedCount(*(0,) * len(FusedCount._fields))
         spans = _spans(prompt.chunks)
         arrival = self.free_at if arrival is None else arrival
-        self._admit(prompt, spans, arrival)
+        self._admit(prompt, spans, arrival, question_len)
         num_loaded = self._load(prompt, self.host) if self.host is not None else 0
         num_exact, found = self._match(prompt)
         start = spans[len(found)].start if len(found) < len(spans) else spans[-1].end
         plan = ReusePlan(())
         if prompt.is_fused:
-            plan = make_plan(
-                spans,
-                start=start,
-                limit=spans[-1].end,
-                candidates=self._sources.candidates,
-                fusion=self._fusion,
-                limits=self._limits,
-                heads=(prompt.head,) * len(spans),
-                exact=self._exact_gaps(prompt, spans, start)
-                if len(found) == num_exact
-                else frozenset(),
-                num_tokens=spans[-1].end + question_len,
-                costs=self._timing and self._timing.costs,
-            )
+            grows = len(found) == num_exact
+            plan = self._plan(prompt, spans, start, question_len, grows=grows)
         locked = {*found, *_sources(plan)}
         if plan.pieces and not self._has_room(plan, locked, after=spans[-1].end - plan.end):
             plan, locked = ReusePlan((), (*plan.fallbacks, NotMoved.NO_ROOM)), {*found}
@@ -372,7 +367,38 @@ class FusedReplay:
             chunks=(*history.chunks, *fresh), keys=(*history.keys, *keys), head=head
         )
 
-    def _admit(self, prompt: _History, spans: Sequence[Span], arrival: float) -> None:
+    def _plan(
+        self,
+        prompt: _History,
+        spans: Sequence[Span],
+        start: int,
+        question_len: int,
+        *,
+        grows: bool = True,
+        coming: Coming = NOTHING,
+    ) -> ReusePlan:
+        """Of what follows `start`. `grows`: what is cached before it is exact."""
+
+        def candidates(chunk: ChunkId, head: str = "") -> list[Candidate]:
+            return self._sources.candidates(chunk, head, coming=coming.get(chunk, ()))
+
+        exact = self._exact_gaps(prompt, spans, start, candidates) if grows else frozenset[int]()
+        return make_plan(
+            spans,
+            start=start,
+            limit=spans[-1].end,
+            candidates=candidates,
+            fusion=self._fusion,
+            limits=self._limits,
+            heads=(prompt.head,) * len(spans),
+            exact=exact,
+            num_tokens=spans[-1].end + question_len,
+            costs=self._timing and self._timing.costs,
+        )
+
+    def _admit(
+        self, prompt: _History, spans: Sequence[Span], arrival: float, question_len: int
+    ) -> None:
         """It asks the disk when it arrives, or the one before is admitted: a replay looks at no
         request earlier."""
         asked_at = max(arrival, self._admitted_at)
@@ -380,7 +406,17 @@ class FusedReplay:
         if self.disk is not None:
             parts = prompt.chunks, spans, prompt.head
             self.disk.arrive(*parts, is_fused=prompt.is_fused, at=asked_at)
-            self._admitted_at = self.disk.wait(self._admitted_at)
+
+            def saved_s(coming: Coming) -> float | None:
+                num_exact, _ = self._match(prompt)
+                start = spans[num_exact].start if num_exact < len(spans) else spans[-1].end
+                with_them, without = (
+                    self._plan(prompt, spans, start, question_len, coming=each)
+                    for each in (coming, NOTHING)
+                )
+                return seconds_saved(with_them, instead_of=without)
+
+            self._admitted_at = self.disk.wait(self._admitted_at, saved_s)
 
     def _load(self, prompt: _History, host: FusedHost) -> int:
         """What host memory has of the exact chain is on the device from now on, as far as there is
@@ -411,7 +447,13 @@ class FusedReplay:
             prompt.head, (chunk.id for chunk in _chain(prompt, len(exact)))
         )
 
-    def _exact_gaps(self, prompt: _History, spans: Sequence[Span], start: int) -> frozenset[int]:
+    def _exact_gaps(
+        self,
+        prompt: _History,
+        spans: Sequence[Span],
+        start: int,
+        candidates: Callable[[ChunkId], Sequence[Candidate]],
+    ) -> frozenset[int]:
         """As `Fuser`: in the first chunk area, which is the first turn's."""
         ids = [chunk.id for chunk in prompt.chunks]
         area = [span for span, key in zip(spans, prompt.keys, strict=True) if span.chunk == key]
@@ -421,7 +463,7 @@ class FusedReplay:
             limit=spans[-1].end,
             promoted_len=self._table.promoted_run(ids[: len(area)], self._settings.threshold),
             num_chunks=self._growth.num_chunks,
-            can_move=lambda chunk: bool(self._sources.candidates(chunk)),
+            can_move=lambda chunk: bool(candidates(chunk)),
         )
 
     def _has_room(self, plan: ReusePlan, locked: Collection[ChainNode], *, after: int) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import deque
-from collections.abc import Collection
+from collections import defaultdict, deque
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -17,8 +17,9 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 from radix_ext import ChunkId, FusionRequest, text_before
 from radix_ext.costs import explores
 from radix_ext.exact_growth import exact_gaps
-from radix_ext.moved_plan import Candidate, Limits, ReusePlan, make_plan
-from radix_ext.sources import ChunkSources
+from radix_ext.moved_plan import Candidate, Limits, ReusePlan, make_plan, seconds_saved
+from radix_ext.sources import NOTHING, ChunkSources, Coming
+from radix_ext.variants import Variant
 from sglang_chunkcache import compat
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.outcome import Outcome, outcome_of
@@ -97,6 +98,29 @@ class Planner:
         promised = plan.end - plan.start if plan.pieces else 0
         return compat.rematched(self._tree, result, node, start, host_hit_length=promised)
 
+    def saved_s(
+        self,
+        req: Req,
+        key: ChunkKey,
+        spans: RequestSpans,
+        result: MatchResult,
+        coming: Iterable[tuple[ChunkId, Variant]],
+    ) -> float | None:
+        """What these variants, in the store, would take off the time to the first token, by what
+        else is there now. None: plans are not estimated."""
+        assert spans.fusion is not None
+        fusion = self._fusion_pass.calibration.resolve(spans.fusion)
+        node, start = result.last_device_node, compat.num_matched(result)
+        found = defaultdict[ChunkId, list[Variant]](list)
+        for chunk, variant in coming:
+            found[chunk].append(variant)
+
+        def plan(coming: Coming) -> ReusePlan:
+            gaps = self._exact_gaps(key, spans, start, node, coming)
+            return self._plan(req, key, fusion, start, gaps, coming)
+
+        return seconds_saved(plan(found), instead_of=plan(NOTHING))
+
     def grows(self, node: TreeNode, plan: ReusePlan, spans: RequestSpans) -> None:
         """By the first gap of this plan, if it is a chunk before all that is moved."""
         leading = takewhile(lambda piece: piece.source is None, plan.pieces)
@@ -104,22 +128,34 @@ class Planner:
             self.growing[-1].add((node.id, spans.spans[index].chunk))
 
     def _exact_gaps(
-        self, key: ChunkKey, spans: RequestSpans, start: int, node: TreeNode
+        self,
+        key: ChunkKey,
+        spans: RequestSpans,
+        start: int,
+        node: TreeNode,
+        coming: Coming = NOTHING,
     ) -> frozenset[int]:
         """What the exact chain grows by from `start`, the node's end, if it does not already."""
+        candidates = partial(self._candidates, key, coming)
         gaps = exact_gaps(
             spans.spans,
             start=start,
             limit=len(key),
             promoted_len=spans.promoted_len,
             num_chunks=spans.exact_gaps,
-            can_move=lambda chunk: bool(self._candidates(key, chunk, spans.namespace)),
+            can_move=lambda chunk: bool(candidates(chunk, spans.namespace)),
         )
         growth = (node.id, spans.spans[min(gaps)].chunk) if gaps else None
         return frozenset() if any(growth in each for each in self.growing) else gaps
 
     def _plan(
-        self, req: Req, key: ChunkKey, fusion: FusionRequest, start: int, exact: Collection[int]
+        self,
+        req: Req,
+        key: ChunkKey,
+        fusion: FusionRequest,
+        start: int,
+        exact: Collection[int],
+        coming: Coming = NOTHING,
     ) -> ReusePlan:
         """The plan of what follows the cached prefix `[0, start)`."""
         spans = state(req).spans
@@ -128,7 +164,7 @@ class Planner:
             spans.spans,
             start=start,
             limit=len(key),
-            candidates=partial(self._candidates, key, alone=fusion.plain),
+            candidates=partial(self._candidates, key, coming, alone=fusion.plain),
             fusion=fusion,
             limits=self._limits,
             heads=text_before(spans.namespace, spans.spans, req.origin_input_ids),
@@ -139,10 +175,17 @@ class Planner:
         )
 
     def _candidates(
-        self, key: ChunkKey, chunk: ChunkId, head: str, *, alone: bool = False
+        self,
+        key: ChunkKey,
+        coming: Coming,
+        chunk: ChunkId,
+        head: str,
+        *,
+        alone: bool = False,
     ) -> list[Candidate]:
         identity = ChunkIdentity(chunk, key.extra_key, key.cache_salt)
-        return self._sources.candidates(identity, head, alone=alone)
+        also = coming.get(chunk, ())
+        return self._sources.candidates(identity, head, alone=alone, coming=also)
 
     def _is_tried(self, plan: ReusePlan, fusion: FusionRequest) -> bool:
         """Whether this plan's first choice, estimated not to pay, is carried out all the same."""

@@ -112,6 +112,19 @@ class Fuser:
             self.tier.storage.waits.planned(state(req).loads)
         return self.planner.match(req, key, spans, result)
 
+    def estimate_loads(
+        self, req: Req, key: ChunkKey, spans: RequestSpans, result: MatchResult
+    ) -> None:
+        """Before it is decided whether the request waits for what the storage sends it: what that
+        would save, by the plans with and without it."""
+        asked = state(req).loads
+        if self.tier is None or asked is None or asked.until is not None or not asked.is_coming:
+            return
+        with self.tier.storage.guard("the request may wait for too little"):
+            saved_s = self.planner.saved_s(req, key, spans, result, asked.variants)
+            if saved_s is not None and not asked.is_looked_up:
+                asked.saved_s = saved_s
+
     def num_saved(self, req: Req) -> int:
         """Rows that its promise will not take, since others hold them: with one copy of a chunk."""
         sharing = self.fusion_pass.sharing

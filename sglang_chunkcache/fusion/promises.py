@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -61,6 +62,7 @@ class Promises:
         self._tree, self._sources, self._fusion_pass = tree, sources, fusion_pass
         self._limits = limits
         self._pending: list[_Pending] = []
+        self._num_pass_tokens = 0  # of these
         self._num_with_tails = 0
 
     def commit(self, req: Req, node: TreeNode) -> torch.Tensor | None:
@@ -69,11 +71,12 @@ class Promises:
         plan, spans = outcome.plan, known.spans
         assert spans is not None
         assert plan.fusion is not None
-        if self._is_full(plan):
+        if not self._fits(plan.num_pass_tokens):
             if known.must_go:
                 outcome.declined.append(Fallback.PASS_FULL)
             else:
-                self._tree.line.put_off(req, Reason.PASS_FULL)
+                is_over = partial(self._fits, plan.num_pass_tokens)
+                self._tree.line.put_off(req, Reason.PASS_FULL, is_over)
             return None
         if not self._sources.are_there(plan):
             outcome.declined.append(Fallback.SOURCE_GONE)
@@ -104,6 +107,7 @@ class Promises:
             if sharing is not None:
                 sharing.share(outcome.move)
             self._pending.append(_Pending(req, outcome.move, taken.pop_all(), held.pop_all()))
+            self._num_pass_tokens += plan.num_pass_tokens
         known.fused = known.fused or Fused(plan.fused_from, plan.fusion.recipe)
         known.moved = frozenset(start for start, _ in moved)
         return slots
@@ -117,6 +121,7 @@ class Promises:
         if not pending:
             return None
         self._pending = list(known.values())
+        self._num_pass_tokens = sum(each.move.plan.num_pass_tokens for each in self._pending)
         moves, hidden, begun = [each.move for each in pending], None, time.perf_counter()
         for each in pending:
             compat.keep_own(each.req, each.move.plan.start)
@@ -155,13 +160,13 @@ class Promises:
         """The tree is empty: what is promised is not filled any more."""
         for each in self._pending:
             each.held.close()
+        self._num_pass_tokens = 0
         self._pending.clear()  # `taken` is not closed: the locks went with the tree
 
-    def _is_full(self, plan: ReusePlan) -> bool:
-        """Whether the batch's pass has no room for this plan; for the first it always has."""
-        plans = [plan, *(each.move.plan for each in self._pending)]
-        num_tokens = sum(each.num_pass_tokens for each in plans)
-        return len(plans) > 1 and num_tokens > self._limits.max_pass_tokens
+    def _fits(self, num_tokens: int) -> bool:
+        """Whether the batch's pass has room for so many more; for the first it always has."""
+        num_all = self._num_pass_tokens + num_tokens
+        return not self._pending or num_all <= self._limits.max_pass_tokens
 
     def _lock(self, node: TreeNode, until: ExitStack) -> None:
         self._tree.inc_lock_ref(node)

@@ -223,7 +223,7 @@ class StorageTier:
         some, if it pays by what is known then."""
         is_first, begun = begun is None, begun or {}
         todo = [each for i, each in enumerate(missing_chunks) if begun.get(i, False) is False]
-        num_left = load_in_order(
+        left = load_in_order(
             missing_chunks,
             partial(self._begin, asked, self._pay_together(todo)),
             begun,
@@ -232,9 +232,10 @@ class StorageTier:
         if is_first:
             tried = (each for i, each in enumerate(missing_chunks) if begun.get(i) is not None)
             asked.saved_s = max(asked.saved_s, sum(each.saved_s for each in tried))
-        if num_left:
+        if left:
             rest = partial(self._load_for, missing_chunks, asked, begun)
-            self.storage.goes_on(asked, rest, num_left)
+            found = (variant for i in left for variant in self._found(missing_chunks[i]))
+            self.storage.goes_on(asked, rest, [each.blob.row.num_bytes for each in found])
         if asked.is_planned:
             self.storage.waits.planned(asked)
 
@@ -253,6 +254,7 @@ class StorageTier:
             pays = is_sooner or self._is_faster(missing, variant.blob.row)
             asked.is_skipped |= not pays
             if self.storage.tries(pays=pays):
+                asked.variants.append((missing.identity.chunk, variant))
                 found.append(self._load(missing.identity, variant, missing.num_tokens, asked))
         return all(found) if found else None
 

@@ -62,6 +62,9 @@ class ChunkRadixCache(ChunkTree):
     """Of one rank. `create_tiers` makes what is behind the tree, which it is given. `rank_of`: as
     of `WaitingLine`."""
 
+    _nothing: MatchResult | None = None
+    """What nothing is looked up finds, for as many as wait in a round."""
+
     def __init__(
         self,
         params: CacheInitParams,
@@ -98,7 +101,9 @@ class ChunkRadixCache(ChunkTree):
         start, up_to = time.perf_counter(), len(params.key)
         if is_admission and params.req is not None and self.line.passes_over(params.req):
             # SGLang reads no more of it in this round
-            return super().match_prefix(MatchPrefixParams(key=RadixKey(array("q"))))
+            if self._nothing is None:
+                self._nothing = super().match_prefix(MatchPrefixParams(key=RadixKey(array("q"))))
+            return self._nothing
         if spans is not None and not self.disable:
             key = self.key_of(params.req, params.key.token_ids, spans, up_to)
             params = dataclasses.replace(params, key=key)
@@ -162,7 +167,7 @@ class ChunkRadixCache(ChunkTree):
             spans is not None and spans.is_preprocessing
             for spans in map(self._spans_of, batch.reqs)
         )
-        return self.tiers.around_forward(batch, is_ahead=is_ahead)
+        return self.tiers.around_forward(batch, is_ahead=is_ahead and not self.line.is_decoding)
 
     def checkpoint(self, req: Req, *, up_to: int) -> None:
         spans = self._spans_of(req)
@@ -174,6 +179,7 @@ class ChunkRadixCache(ChunkTree):
 
     def reset(self) -> None:
         super().reset()
+        self._nothing = None
         if "tiers" in vars(self):  # SGLang's constructor resets before there are any
             self.tiers.reset()
 

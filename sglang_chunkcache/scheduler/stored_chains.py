@@ -241,8 +241,9 @@ class StoredChains:
         asked.saved_s = self._saved_s(start, missing[-1].end)
         is_tried = self.storage.tries(pays=self._is_faster(missing, start))
         begun = takewhile(bool, (self._claim(link, key, asked) for link in missing if is_tried))
-        if is_tried and (num_left := len(missing) - sum(begun)):
-            self.storage.goes_on(asked, partial(self._load, links, key, asked), num_left)
+        if is_tried and (left := missing[sum(begun) :]):
+            sizes = [variant.blob.row.num_bytes for variant in filter(None, map(self._find, left))]
+            self.storage.goes_on(asked, partial(self._load, links, key, asked), sizes)
         if asked.is_planned:
             self.storage.waits.planned(asked)
 

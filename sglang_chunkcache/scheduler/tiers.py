@@ -65,6 +65,8 @@ class Tiers:
         if self.storage is not None and not (known.is_asked_only or known.must_go):
             parts = None if _is_here(known.chain, start) else known.chain, known.loads
             asked = [each for each in parts if each is not None]
+            if known.loads is not None:
+                self.fuser.estimate_loads(req, key, spans, result)
             if self.storage.awaits(asked):
                 self.line.put_off(req, Reason.LOADS, partial(self.storage.is_over, asked))
                 return result

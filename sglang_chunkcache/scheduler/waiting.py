@@ -175,6 +175,12 @@ class WaitingLine:
         overdue = [w.place for w in self._waits.values() if w.num_overtaken >= MAX_OVERTAKEN]
         self._overdue = min(overdue, default=None)
 
+    @property
+    def is_decoding(self) -> bool:
+        """Whether answers are under way beside the batch that was put together last."""
+        batch = None if self._adder is None else self._adder.running_batch
+        return batch is not None and bool(batch.reqs)
+
     def num_computed(self, num_left: int) -> int:
         """Slots that the batch takes for what it computes, with a request more, of which so many
         tokens are left. Of those that are asked later SGLang knows what is free."""

@@ -169,10 +169,10 @@ class Storage:
         has_spare = self.loader.waiting[Load].has_spare
         return has_spare and self.prefetches.has_room(asked.tenant, row.num_bytes)
 
-    def goes_on(self, asked: PendingLoads, rest: Callable[[], None], num_left: int) -> None:
-        """Call `rest`, which would make so many loads more, when there is room for some, unless the
-        request is planned before."""
-        asked.num_left += num_left
+    def goes_on(self, asked: PendingLoads, rest: Callable[[], None], left: Sequence[int]) -> None:
+        """Call `rest`, which would make loads of so many bytes each, when there is room for some,
+        unless the request is planned before."""
+        asked.left += left
         if any(self.under_way.values()):  # else nothing would tell that there is room
             asked.goes_on.append(rest)
             self._going_on.append(asked)

@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from radix_ext import ChunkId
 from radix_ext.loading import LoadTimes, WaitPolicy
+from radix_ext.variants import Variant
 from sglang_chunkcache.storage.jobs import Load, Lookup
 
 
@@ -18,10 +20,12 @@ class PendingLoads:
     lookup: Lookup | None = None
     is_planned: bool = False  # what comes from now on is late
     goes_on: list[Callable[[], None]] = field(default_factory=list)  # load what found no room
-    num_left: int = 0  # loads that these would make
+    left: list[int] = field(default_factory=list)  # bytes of the loads that these would make
     is_skipped: bool = False  # something was not loaded, since computing it is faster
     is_prefetch: bool = False  # the request may come. False: it is here
     tenant: tuple[str | None, ...] = ()  # whose it is: extra_key and cache_salt
+    variants: list[tuple[ChunkId, Variant]] = field(default_factory=list)
+    """What of chunks is to be moved, with what `goes_on` would load."""
     saved_s: float = 0.0
     """What its coming is estimated to save of the time to the first token, loading aside."""
     end: int | None = None  # of what was asked for, in the prompt. None: it is not one stretch
@@ -32,12 +36,17 @@ class PendingLoads:
         return [job for job in (self.lookup, *self.loads) if job is not None]
 
     @property
+    def is_looked_up(self) -> bool:
+        """Whether more may be found than is loaded."""
+        return self.lookup is not None and not self.lookup.is_done
+
+    @property
     def is_coming(self) -> bool:
-        return not all(job.is_done for job in self.jobs)
+        return bool(self.goes_on) or not all(job.is_done for job in self.jobs)
 
     def take_rest(self) -> list[Callable[[], None]]:
         """What `goes_on` has, which is empty then."""
-        rest, self.goes_on, self.num_left = self.goes_on, [], 0
+        rest, self.goes_on, self.left = self.goes_on, [], []
         return rest
 
 
@@ -50,7 +59,7 @@ class Waits:
 
     def awaits(self, asked: Iterable[PendingLoads], under_way: Iterable[Load]) -> bool:
         """Whether a request, which could be admitted, waits for what was asked for it. If not, it
-        is `planned` next. `under_way`: all loads that it would wait behind."""
+        is `planned` next. `under_way`: all loads, in order."""
         parts = [each for each in asked if not each.is_planned]
         coming, now = [each for each in parts if each.is_coming], self._clock()
         if any(each.until is not None for each in parts):
@@ -60,10 +69,14 @@ class Waits:
             return is_waiting
         if not coming:
             return False
-        loads = [self.times.seconds(job.size) for job in under_way]
-        load_s = None if None in loads else sum(filter(None, loads))
-        saved_s = max(each.saved_s for each in coming)
-        wait_s = self.policy.seconds(load_s, saved_s, now, partial(_came_at, coming))
+        # what a lookup finds is loaded, too
+        is_known = not any(each.is_looked_up for each in coming)
+        wait_s = self.policy.seconds(
+            self._load_s(coming, under_way, is_known=is_known),
+            max(each.saved_s for each in coming),
+            now,
+            partial(_came_at, coming) if is_known else None,
+        )
         for each in parts:
             each.until = now + wait_s
         return wait_s > 0
@@ -73,12 +86,23 @@ class Waits:
         until = max((each.until or 0.0 for each in asked), default=0.0)
         return self._clock() >= until or not any(each.is_coming for each in asked)
 
+    def _load_s(
+        self, asked: Sequence[PendingLoads], under_way: Iterable[Load], *, is_known: bool
+    ) -> float | None:
+        """Estimated until all has come that is known. None: nothing was loaded yet."""
+        jobs, own = list(under_way), [job for each in asked for job in each.loads]
+        left = [size for each in asked for size in each.left]
+        # one after the other: none behind its last one delays it
+        while jobs and is_known and not left and jobs[-1] not in own:
+            jobs.pop()
+        return self.times.all_seconds([*(job.size for job in jobs), *left])
+
     def planned(self, asked: PendingLoads | None) -> None:
         """The request is planned with what has come: the rest serves the next one."""
         if asked is None:
             return
         asked.is_planned = True
-        self.num_left += asked.num_left
+        self.num_left += len(asked.left)
         asked.take_rest()
         for load in asked.loads:
             if not load.is_done and not load.is_late:
@@ -86,6 +110,7 @@ class Waits:
                 self.num_late += 1
 
 
-def _came_at(asked: Iterable[PendingLoads]) -> float | None:
-    jobs = [job for each in asked for job in each.jobs]
-    return max(job.ended for job in jobs) if all(job.is_done for job in jobs) else None
+def _came_at(asked: Sequence[PendingLoads]) -> float | None:
+    if any(each.is_coming for each in asked):
+        return None
+    return max((job.ended for each in asked for job in each.jobs), default=0.0)

@@ -89,14 +89,30 @@ def test_loads_are_as_late_as_those_before() -> None:
     assert (policy.num_waits, policy.num_in_vain) == (2, 1)
 
 
-def test_nobody_waits_behind_what_does_not_come() -> None:
-    """A storage that hangs has one request wait, not all; the first that has waited is asked for,
-    however many have come since."""
+def test_nobody_waits_behind_what_is_overdue() -> None:
+    """A storage that hangs has those wait who come before it is known; the first one's loads are
+    asked for, however many have come since."""
     came: list[float] = []
     policy = WaitPolicy(1.0)
     assert policy.seconds(None, 1.0, 0.0, lambda: came[0] if came else None) == 1.0
+    assert policy.seconds(None, 2.0, 0.5, never) == 2.0
     policy.ended(in_vain=True)
-    assert [policy.seconds(0.1, 1.0, now, never) for now in (1.0, 2.0, 9.0)] == [0.0] * 3
+    assert [policy.seconds(0.1, 1e9, now, never) for now in (1.0, 2.0, 9.0)] == [0.0] * 3
     came.append(9.5)
-    assert policy.seconds(0.1, 1.0, 10.0, at(10.1)) == 0.0
+    # more than eight seconds late, then a tenth of one early
+    assert policy.seconds(0.1, 1.0, 10.0, at(10.0)) == 0.0
     assert policy.seconds(0.1, 1.0, 11.0, never) == 1.0
+
+
+def test_first_loads_are_not_late_if_they_come_in_time() -> None:
+    """Nobody had estimated them."""
+    policy = WaitPolicy(1.0)
+    assert policy.seconds(None, 3.0, 0.0, at(2.0)) == 3.0
+    assert policy.seconds(2.0, 2.0, 5.0, never) == 2.0
+
+
+def test_nothing_is_learnt_of_what_is_looked_up() -> None:
+    """It brings loads that nobody had counted."""
+    policy = WaitPolicy(1.0)
+    assert policy.seconds(0.1, 1.0, 0.0, None) == 1.0
+    assert policy.seconds(0.1, 1.0, 9.0, None) == 1.0

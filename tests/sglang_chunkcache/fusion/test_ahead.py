@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -163,3 +164,19 @@ def test_forward_of_nothing_but_preprocessing_leaves_no_capture_waiting(
     with rank.cache.around_forward(batch):
         """Of these requests."""
     assert rank.num_pending == num_left
+
+
+def test_answers_under_way_do_not_wait_for_all_captures() -> None:
+    """What was sent ahead is a batch of its own, and others decode."""
+    rank = Rank(capacity=100)
+    rank.fuser.keeper.captures._part_of = lambda entry: 2.0
+    rank.serve(rag(A, B, C, keep=[0, 1, 2]), answer=[50])
+    before = rank.num_pending
+    batch: Any = SimpleNamespace(
+        reqs=[ahead(D)], forward_mode=ForwardMode.EXTEND, prefix_lens=[0], extend_lens=[1]
+    )
+    rank.cache.line._adder = mock.Mock(running_batch=SimpleNamespace(reqs=[rag(C)]))
+    for num_left in (before, before - 1):  # first tokens wait for every second one
+        with rank.cache.around_forward(batch):
+            """A prefill."""
+        assert rank.num_pending == num_left > 0

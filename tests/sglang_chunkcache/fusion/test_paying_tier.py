@@ -67,7 +67,7 @@ def test_what_takes_longer_to_load_than_to_compute_is_computed(
     assert bool(server.held(A)) is pays
 
 
-@pytest.mark.parametrize(("ratio", "waits"), [(0.4, True), (0.6, False)])
+@pytest.mark.parametrize(("ratio", "waits"), [(0.2, True), (0.6, False)])
 def test_request_waits_where_load_and_recomputation_are_sooner_than_computing(
     disk: Disk, server: Rank, ratio: float, waits: bool
 ) -> None:

@@ -4,9 +4,11 @@ numbers are real."""
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.reporting import prefetch
 from sglang_chunkcache.storage.entry import Entry
 from sglang_chunkcache.storage.held import variant_of_row
@@ -17,6 +19,7 @@ from sglang_chunkcache.storage.worker import Worker
 from sglang_chunkcache.wire.state import ExplainRequest
 from tests.kit.fused import Disk, Rank, disk, identity
 from tests.kit.requests import HEAD, fused
+from tests.reference.scheduler import FakeReq
 
 __all__ = ["disk"]  # the fixture
 
@@ -134,3 +137,49 @@ def test_loads_hold_a_share_of_the_memory(disk: Disk, monkeypatch: pytest.Monkey
     rank.cache.arrived(fused(*CHUNKS))
     let_through(disk)
     assert begun(disk) == 5
+
+
+def seconds_to_wait(disk: Disk, req: FakeReq) -> float:
+    """How long it would, as if it could be admitted now."""
+    asked: Any = state(req).loads
+    storage = disk.tier.storage
+    storage.waits.policy.share = 1.0
+    with mock.patch.object(storage.waits, "_clock", return_value=0.0):
+        storage.awaits([asked])
+    return float(asked.until or 0.0)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "mine", "later", "saved_s", "waits"),
+    [
+        # 65 ms for 500 tokens, by a disk of a gigabyte a second
+        pytest.param(0, 2, 0, 0.14, True, id="in time"),
+        pytest.param(0, 2, 0, 0.12, False, id="too late"),
+        pytest.param(2, 1, 0, 0.21, True, id="behind two others"),
+        pytest.param(2, 1, 0, 0.18, False, id="too late behind two others"),
+        pytest.param(0, 1, 9, 0.08, True, id="others come behind it"),
+        pytest.param(40, 1, 0, 9.0, True, id="no room in the queue yet"),
+        pytest.param(40, 2, 0, 2.0, False, id="too late once there is room"),
+    ],
+)
+def test_request_waits_for_what_comes_before_the_last_of_its_loads(
+    disk: Disk,
+    monkeypatch: pytest.MonkeyPatch,
+    earlier: int,
+    mine: int,
+    later: int,
+    saved_s: float,
+    waits: bool,
+) -> None:
+    """And for that, in whatever queue it stands."""
+    rank = stored(disk, monkeypatch, gb_per_s=1.0)
+    disk.tier.storage.waits.times.observe(500 * TOKEN_BYTES, 500 * TOKEN_BYTES / 1e9)
+    groups = CHUNKS[:earlier], CHUNKS[earlier:][:mine], CHUNKS[earlier + mine :][:later]
+    first, req, last = (fused(*each) for each in groups)
+    for each in (first, req, last):
+        rank.cache.arrived(each)
+    asked: Any = state(req).loads
+    asked.saved_s = saved_s
+    assert (seconds_to_wait(disk, req) > 0) is waits
+    disk.storage.gate.set()
+    disk.settle()

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from array import array
 from contextlib import suppress
+from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
@@ -21,12 +22,13 @@ from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_chunkcache import hooks
+from sglang_chunkcache.fusion.planning import Planner
 from sglang_chunkcache.scheduler.waiting import MAX_OVERTAKEN
 from sglang_chunkcache.wire.report import Fallback
 from tests import models
 from tests.kit import releases
 from tests.kit.fused import Rank, report
-from tests.kit.requests import A, fused, rag
+from tests.kit.requests import A, asks, fused, rag
 from tests.reference.scheduler import FakeReq
 
 pytestmark = [pytest.mark.engine, pytest.mark.matrix]
@@ -238,3 +240,25 @@ def test_with_one_copy_nobody_asks_for_rows_that_others_hold(
         server.round()
     assert [report(req).relocated for req in reqs] == [len(LONG)] * len(reqs)
     server.check()
+
+
+def test_who_waits_for_the_next_pass_is_not_planned_again_before() -> None:
+    """Each is planned as it comes, and once more when there is room for it."""
+    server = Server(100_000, "fcfs")
+    server.sglang.max_prefill_tokens = 100_000
+    promises = server.fuser.promises
+    promises._limits = replace(promises._limits, max_pass_tokens=15)
+    for number in range(60):
+        fusion = asks("none", 0.5, f"r{number}")
+        server.arrive(fused(LONG, fusion=fusion, head=[200 + number, 90, 91]), max_new_tokens=4)
+    rounds, plan = list[tuple[int, int]](), Planner._plan
+    while server.sglang.waiting_queue:
+        with mock.patch.object(Planner, "_plan", autospec=True, side_effect=plan) as planned:
+            admitted = server.round()
+        rounds.append((len(admitted), planned.call_count))
+        for req in list(server.running):
+            server.end(req)
+    first, *others = rounds
+    assert first[0] > 1
+    assert first[1] == 60
+    assert all(num_planned == num_admitted for num_admitted, num_planned in others)

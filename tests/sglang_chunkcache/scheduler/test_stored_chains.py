@@ -380,9 +380,9 @@ def test_request_does_not_wait_where_nothing_comes(
     server = patient(disk)
     assert server.ask(rag(A, extra_key="other"), settles=False) == 0
     # more than half for both, less than all
-    monkeypatch.setattr(
-        server.storage.waits.times, "seconds", lambda num_bytes: 0.3 * len(HEAD + A)
-    )
+    times, each_s = server.storage.waits.times, 0.3 * len(HEAD + A)
+    monkeypatch.setattr(times, "seconds", lambda num_bytes: each_s)
+    monkeypatch.setattr(times, "all_seconds", lambda sizes: each_s * len(sizes))
     assert server.ask(rag(A), settles=False) == 0
     assert (server.storage.stats()["waits"], server.storage.stats()["late"]) == (0, 2)
     come(server, disk)
