@@ -110,7 +110,8 @@ class Pool:
 
     def _share(self, slots: Tensor, source: _Node, position: int) -> None:
         at = torch.arange(len(slots))
-        self.slot_map.share(slots, source.slots, old=source.start + at, new=position + at)
+        rows = self.slot_map.rows(source.slots)
+        self.slot_map.share(slots, rows, old=source.start + at, new=position + at)
 
     def _take(self, num_slots: int) -> Tensor:
         self._next += num_slots

@@ -4,8 +4,9 @@
     rows            5 5 2 7 7 7 . .     4 and 5 share 4's row: the same chunk at other positions
 
 A row lives as long as a slot means it. A key is kept as it was turned where it was computed; the
-slot knows both positions, and whoever reads it turns the key from one to the other. What is about
-to be computed anew gets a row of its own (`own`), from a reserve, since it cannot wait for one.
+slot knows both positions, and whoever reads it turns the key from one to the other. What is loaded
+is loaded as it was computed, for all who share its row. What is about to be computed anew gets a
+row of its own (`own`), from a reserve, since it cannot wait for one.
 
 Slots are held, by requests or locked nodes, or evictable. A row is evictable where all slots that
 mean it are. Knows neither trees nor requests. One map serves all layers.
@@ -82,6 +83,8 @@ class SlotMap:
 
     def __init__(self, num_rows: int, num_slots: int) -> None:
         self.num_rows, self.num_slots = num_rows, num_slots
+        self.num_given = 0
+        """Times that rows were given out; never less, so that no row is taken for what it was."""
         self.clear()
 
     def clear(self) -> None:
@@ -94,6 +97,8 @@ class SlotMap:
         self._is_held = torch.zeros(self.num_slots + 1, dtype=torch.bool)
         self._owners = torch.zeros(self.num_rows + 1, dtype=torch.int32)
         self._holders = torch.zeros(self.num_rows + 1, dtype=torch.int32)
+        self._given = torch.zeros(self.num_rows + 1, dtype=torch.int64)
+        self._is_awaited = torch.zeros(self.num_rows + 1, dtype=torch.bool)
         self._free = torch.arange(self.num_rows, 0, -1)
         self._num_unused = self.num_rows
         self.num_reserved = self.num_evictable = self.num_mapped = 0
@@ -122,7 +127,8 @@ class SlotMap:
     def nbytes(self) -> int:
         """Of the tables."""
         slots = (self._row, self._old, self._new, self._is_shared, self._is_held)
-        return sum(each.nbytes for each in (*slots, self._owners, self._holders, self._free))
+        rows = (self._owners, self._holders, self._given, self._is_awaited, self._free)
+        return sum(each.nbytes for each in (*slots, *rows))
 
     def assign(self, slots: Tensor) -> None:
         """A row for each of these slots, which mean none; they are held.
@@ -134,20 +140,37 @@ class SlotMap:
         self.num_mapped += len(slots)
         self._known.clear()
 
-    def share(self, slots: Tensor, of: Tensor, *, old: Tensor, new: Tensor) -> None:
-        """These slots, which mean no row, mean the rows of other slots, and are held.
+    def share(self, slots: Tensor, rows: Tensor, *, old: Tensor, new: Tensor) -> None:
+        """These slots, which mean no row, mean rows of others, and are held.
 
         Args:
-            of: Like `slots`, each of which means a row.
-            old, new: Like `slots`, positions: where `of` were computed, where `slots` are read.
+            rows: Like `slots`; some slot means each.
+            old, new: Like `slots`, positions: where `rows` were computed, where `slots` are read.
         """
-        rows = self._row[of]
         self._count(rows, owners=1, holders=1)
         self._row[slots] = rows
-        self._old[slots], self._new[slots] = old.to(torch.int32), new.to(torch.int32)
-        self._is_shared[slots] = self._is_held[slots] = True
+        self._is_held[slots] = True
         self.num_mapped += len(slots)
-        self._known.clear()
+        self._place(slots, old, new)
+
+    def expect(self, slots: Tensor, *, old: Tensor, new: Tensor) -> None:
+        """As `assign`, with rows to be loaded, which others may share. `old`, `new`: as of `share`.
+        They are awaited until they `came`."""
+        self.assign(slots)
+        self._is_awaited[self._row[slots]] = True
+        self._place(slots, old, new)
+
+    def came(self, slots: Tensor) -> None:
+        """Their rows are loaded, or need not be."""
+        self._is_awaited[self._row[slots]] = False
+
+    def pin(self, rows: Tensor) -> None:
+        """They stay, until `unpin`, whatever becomes of the slots that mean them."""
+        self._count(rows, owners=1, holders=1)
+
+    def unpin(self, rows: Tensor) -> None:
+        """Likewise."""
+        self._drop(rows, holders=1)
 
     def reserve(self, num_rows: int) -> None:
         """Keep so many free rows, at most `num_free`, for `own`."""
@@ -158,18 +181,20 @@ class SlotMap:
         self.num_reserved -= num_rows
 
     def own(self, slots: Tensor, *, reserved: int) -> int:
-        """Each of these held slots that shares a row gets one that nothing is copied into. Takes
-        from the `reserved` rows first; returns how many of these are left.
-        Raises IndexError, and changes nothing, where rows are short."""
-        shared = slots[self._is_shared[slots]]
-        from_reserve = min(reserved, len(shared))
-        if len(shared) - from_reserve > self.num_free:
+        """Each of these held slots that shares a row gets one that nothing is copied into: the same
+        where no other slot means it. Takes from the `reserved` rows first; returns how many of
+        these are left. Raises IndexError, and changes nothing, where rows are short."""
+        shared, has_others = slots[self._is_shared[slots]], self.has_others(slots)
+        leaving, staying = slots[has_others], slots[self._is_shared[slots] & ~has_others]
+        from_reserve = min(reserved, len(leaving))
+        if len(leaving) - from_reserve > self.num_free:
             raise IndexError(
-                f"{len(shared)} rows to be computed, {reserved} reserved, {self.num_free} free"
+                f"{len(leaving)} rows to be computed, {reserved} reserved, {self.num_free} free"
             )
         self.num_reserved -= from_reserve
-        self._drop(self._row[shared], holders=1)
-        self._give_rows(shared)
+        self._renew(self._row[staying])
+        self._drop(self._row[leaving], holders=1)
+        self._give_rows(leaving)
         self._old[shared] = self._new[shared] = 0
         self._is_shared[shared] = False
         self._known.clear()
@@ -202,12 +227,25 @@ class SlotMap:
         """[n] int64: what is written and copied; keys are as they were computed."""
         return self._row[slots]
 
-    def is_in_use(self, slots: Tensor) -> Tensor:
-        """[n] bool: somebody holds the row."""
-        return self._holders[self._row[slots]] > 0
+    def are_held(self, rows: Tensor) -> Tensor:
+        """[n] bool: somebody uses the row. None uses 0."""
+        return self._holders[rows] > 0
+
+    def are_same(self, rows: Tensor, since: int) -> Tensor:
+        """[n] bool: a slot means the row, and what is in it was there, or awaited, when `num_given`
+        was `since`."""
+        return (self._owners[rows] > 0) & (self._given[rows] <= since)
+
+    def is_awaited(self, slots: Tensor) -> Tensor:
+        """[n] bool: its row is still to be loaded."""
+        return self._is_awaited[self._row[slots]]
+
+    def has_others(self, slots: Tensor) -> Tensor:
+        """[n] bool: it shares its row with another slot."""
+        return self._is_shared[slots] & (self._owners[self._row[slots]] > 1)
 
     def is_shared(self, slots: Tensor) -> Tensor:
-        """[n] bool: by `share`, and not recomputed since."""
+        """[n] bool: its row may be another's, too, and was not computed for it."""
         return self._is_shared[slots]
 
     def places(self, slots: Tensor) -> Places:
@@ -240,6 +278,7 @@ class SlotMap:
             "held means mapped": bool((self._row[self._is_held] > 0).all()),
             "shared means mapped": bool((self._row[self._is_shared] > 0).all()),
             "a row is computed for one slot": self._num_computed_twice() == 0,
+            "what is computed is not awaited": not bool(self._is_awaited[self._computed()].any()),
         }
         return [name for name, holds in checks.items() if not holds]
 
@@ -290,6 +329,17 @@ class SlotMap:
         self._num_unused = first
         self._row[slots] = rows
         self._owners[rows] = self._holders[rows] = 1
+        self._renew(rows)
+
+    def _renew(self, rows: Tensor) -> None:
+        self.num_given += 1
+        self._given[rows] = self.num_given
+        self._is_awaited[rows] = False
+
+    def _place(self, slots: Tensor, old: Tensor, new: Tensor) -> None:
+        self._old[slots], self._new[slots] = old.to(torch.int32), new.to(torch.int32)
+        self._is_shared[slots] = True
+        self._known.clear()
 
     def _drop(self, rows: Tensor, *, holders: int) -> None:
         gone = self._count(rows, owners=-1, holders=-holders)
@@ -313,8 +363,12 @@ class SlotMap:
         return int(((self._owners[distinct] > 0) & (self._holders[distinct] == 0)).sum())
 
     def _num_computed_twice(self) -> int:
-        own = self._row[(self._row > 0) & ~self._is_shared]
+        own = self._computed()
         return len(own) - _num_distinct(own)
+
+    def _computed(self) -> Tensor:
+        """Rows of slots that share none."""
+        return self._row[(self._row > 0) & ~self._is_shared]
 
 
 class MappedSide:

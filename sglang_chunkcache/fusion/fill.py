@@ -139,8 +139,8 @@ class FusionPass:
         self.seconds: defaultdict[str, float] = defaultdict(float)
         self.num_tokens: Counter[str] = Counter()
         self.sharing = sharing
-        shares = self.sharing is not None
-        self.mover = Mover(self.pool, table, self.pricing, host, self.num_tokens, shares=shares)
+        parts = host, self.num_tokens, self.sharing
+        self.mover = Mover(self.pool, table, self.pricing, *parts)
         self._chooser = Chooser(runner, config, self.pricing)
 
     @torch.no_grad()
@@ -162,6 +162,8 @@ class FusionPass:
                     hidden = self._compute(moves, critical)
                     # A pass that stops early, or runs nothing, has not waited for the last layers.
                     self.mover.settle()
+                if self.sharing is not None:
+                    self.sharing.came(moves)
             except Exception:
                 logger.exception(
                     "chunk cache: moving chunk KV failed, %d prompt(s) are computed instead",

@@ -5,8 +5,10 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from radix_ext import FusionRequest
@@ -51,8 +53,8 @@ class Move:
     """What the pass computes behind the region. None: SGLang's forward does."""
     num_reserved: int = 0
     """Rows of the pool for what is recomputed (sharing.py)."""
-    num_shared: int = 0
-    """Tokens that have their source's rows."""
+    shared: Tensor = field(default_factory=partial(torch.zeros, 0, dtype=torch.bool))
+    """[plan.end] bool: has a row that others had before; empty: none has."""
     is_lost: bool = False
     """It could not be filled, not even by computing it."""
     recomputed_len: int = 0

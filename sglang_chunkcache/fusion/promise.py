@@ -128,7 +128,7 @@ class Fuser:
     def num_saved(self, req: Req) -> int:
         """Rows that its promise will not take, since others hold them: with one copy of a chunk."""
         sharing = self.fusion_pass.sharing
-        return 0 if sharing is None else sharing.num_saved(outcome_of(req).plan)
+        return 0 if sharing is None else sharing.num_saved(sharing.find(req, outcome_of(req).plan))
 
     def commit(self, req: Req, node: TreeNode) -> torch.Tensor | None:
         """As `Promises.commit`; the sources of what is promised are used."""
@@ -202,7 +202,7 @@ class Fuser:
             ms=ms,
             estimated_ms=in_ms(outcome.plan),
             selector=selector_of(req, plan),
-            shared=move.num_shared if move else 0,
+            shared=int(move.shared.sum()) if move else 0,
         )
 
     def explain(self, req: Req) -> Explanation | None:

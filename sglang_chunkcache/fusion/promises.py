@@ -86,7 +86,8 @@ class Promises:
         num_after = len(req.origin_input_ids) + len(req.output_ids) - plan.end
         num_computed = self._tree.line.num_computed(num_after)
         num_tokens, sharing = plan.end - plan.start, self._fusion_pass.sharing
-        num_rows = num_tokens if sharing is None else sharing.num_rows(plan)
+        found = None if sharing is None else sharing.find(req, plan)
+        num_rows = num_tokens if found is None else found.num_rows
         with ExitStack() as locked, ExitStack() as taken, ExitStack() as held:
             self._lock(node, locked)
             for blob in slots_of(plan):
@@ -94,18 +95,21 @@ class Promises:
                 held.callback(blob.let_go)
             for source in sources:
                 self._lock(source, taken)
+            if sharing is not None and found is not None:
+                sharing.pin(found, locked)
             missing = self._tree.num_missing(num_tokens + num_computed, num_rows + num_computed)
             slots = None if missing > 0 else self._allocate(plan, num_rows, taken)
             if slots is None:
                 num_slots, num_rows = num_tokens + num_computed, num_rows + num_computed
+                num_rows += 0 if found is None else len(found.from_host)
                 fits = self._tree.fits_alone([node, *sources], num_slots, num_rows)
                 if not (fits and self._tree.line.for_room(req, missing)):
                     outcome.declined.append(Fallback.NO_ROOM)
                 return None
             row = torch.cat([self._tree.path_device_indices(node), slots])
             outcome.move = move_of(req, plan, spans, row)
-            if sharing is not None:
-                sharing.share(outcome.move)
+            if sharing is not None and found is not None:
+                sharing.share(outcome.move, found)
             self._pending.append(_Pending(req, outcome.move, taken.pop_all(), held.pop_all()))
             self._num_pass_tokens += plan.num_pass_tokens
         known.fused = known.fused or Fused(plan.fused_from, plan.fusion.recipe)
@@ -162,6 +166,8 @@ class Promises:
             each.held.close()
         self._num_pass_tokens = 0
         self._pending.clear()  # `taken` is not closed: the locks went with the tree
+        if self._fusion_pass.sharing is not None:
+            self._fusion_pass.sharing.clear()
 
     def _fits(self, num_tokens: int) -> bool:
         """Whether the batch's pass has room for so many more; for the first it always has."""

@@ -138,31 +138,23 @@ class FakePass:
         self.calibration = Calibration()
         self.outward = OutwardWatch(cast("Any", self))
         self.num_captured = self.num_scored = 0
-        self.fails = False
-        """The next run does, once everything is moved, and computes all."""
+        self.fails: str | None = None
+        """The next run does, "early" or once everything is moved, and computes all it has room for;
+        the others are lost."""
 
     def run(self, moves: Sequence[Move]) -> None:
-        for move in moves:
-            row = self.rows.req_to_token[move.row_index(), : move.plan.end]
-            assert row.tolist() == move.slots.tolist(), "the request's row is not what was promised"
-            assert len(move.token_ids) == move.plan.end
-            for piece in move.moved:
-                self._move(move, piece)
+        fails, self.fails = self.fails, None
         gaps = [
             positions(piece for piece in move.plan.pieces if piece.source is None) for move in moves
         ]
-        for move, uncached in zip(moves, gaps, strict=True):  # probes read all that is not a gap
-            for position in set(range(move.plan.end)).difference(uncached):
-                self.contents.read(int(move.slots[position]), move.token_ids[position], position)
-        if self.fails:
-            for move in moves:
-                move.recomputed_len = move.plan.moved_len
-                if self.sharing is not None:
-                    region = torch.arange(move.plan.start, move.plan.end)
-                    self.sharing.own(move, region, all_of_them=True)
-                self._compute(move, range(move.plan.start, move.plan.end))
-                move.fallbacks.append(Fallback.PASS_FAILED)
-            self.fails = False
+        if fails != "early":
+            self._move_all(moves)
+            for move, uncached in zip(moves, gaps, strict=True):  # probes read all that is no gap
+                for position in set(range(move.plan.end)).difference(uncached):
+                    slot, token = int(move.slots[position]), move.token_ids[position]
+                    self.contents.read(slot, token, position)
+        if fails is not None:
+            self._compute_all(moves)
             return
         watch = Timer(None, Work(1), [cast(Any, SimpleNamespace(seconds=FILLING_S))])
         for move, uncached in zip(moves, gaps, strict=True):
@@ -180,6 +172,8 @@ class FakePass:
                 computed = self.sharing.own(move, where).tolist()
             self._compute(move, computed)
             move.filling = watch if len(moves) == 1 else None
+        if self.sharing is not None:
+            self.sharing.came(moves)
 
     def capture(self, captures: Sequence[Capture]) -> list[Captured]:
         captured = list[Captured]()
@@ -210,6 +204,30 @@ class FakePass:
     def stats(self) -> dict[str, Any]:
         return {"captured": self.num_captured}
 
+    def _compute_all(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            region = torch.arange(move.plan.start, move.plan.end)
+            move.recomputed_len = move.plan.moved_len
+            try:
+                if self.sharing is not None:
+                    self.sharing.own(move, region, all_of_them=True)
+            except IndexError:
+                move.is_lost = True
+                continue
+            self._compute(move, region.tolist())
+            move.fallbacks.append(Fallback.PASS_FAILED)
+
+    def _move_all(self, moves: Sequence[Move]) -> None:
+        for move in moves:
+            row = self.rows.req_to_token[move.row_index(), : move.plan.end]
+            assert row.tolist() == move.slots.tolist(), "the request's row is not what was promised"
+            assert len(move.token_ids) == move.plan.end
+            for piece in move.moved:
+                self._move(move, piece)
+        for load in () if self.sharing is None else self.sharing.loads(moves):
+            held = [self.host.pool.contents[slot] for slot in load.slots.tolist()]  # type: ignore[attr-defined]
+            self.contents.slots.load(load.rows, held)  # type: ignore[attr-defined]
+
     def _compute(self, move: Move, positions: Sequence[int]) -> None:
         self.contents.compute(move.slots.tolist(), move.token_ids, positions)
 
@@ -221,8 +239,6 @@ class FakePass:
             slots = source.node.value.tolist()
             for offset, (slot, token) in enumerate(zip(slots, tokens, strict=True)):
                 self.contents.read(slot, token, source.facts.start + offset)
-            if self.sharing is not None:
-                return  # `run` reads them at their new positions
         else:
             assert isinstance(source, HostCopy)
             blob = source.facts.blob
@@ -231,6 +247,8 @@ class FakePass:
             first = source.facts.start
             wanted = list(zip(tokens, range(first, first + len(tokens)), strict=True))
             assert [kv[:2] for kv in held] == wanted
+        if self.sharing is not None:
+            return  # `run` reads them at their new positions
         for position, token in zip(positions, tokens, strict=True):
             slot = int(move.slots[position])
             assert slot not in self.contents.slots, f"slot {slot} is filled twice"
@@ -393,6 +411,8 @@ class FusedScheduler(Scheduler):
 
     def _compute(self, batch: Sequence[tuple[FakeReq, int, int]]) -> None:
         for req, start, end in batch:
+            if state(req).is_failed:  # its output is dropped
+                continue
             slots, ids = self.slots(req, 0, end), array("q", req.all_ids[:end])
             spans = state(req).spans
             exact_len = self.contents.exact_len(slots[:start], ids[:start])

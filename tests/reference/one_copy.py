@@ -19,10 +19,15 @@ class MappedContents(MutableMapping[int, Any]):
 
     def __init__(self, slot_map: SlotMap) -> None:
         self._map, self._rows = slot_map, dict[int, Any]()
+        self._loaded = dict[int, int]()  # row -> when it had been given
+        self.num_loaded = 0
 
     def __getitem__(self, slot: int) -> Any:
         at = torch.tensor([slot])
-        kv = self._rows[int(self._map.rows(at))]
+        row = int(self._map.rows(at))
+        is_there = not self._map.is_awaited(at) or self._loaded.get(row) == self._map._given[row]
+        assert is_there, f"slot {slot} is read before it is loaded"
+        kv = self._rows[row]
         if not self._map.is_shared(at):
             return kv
         distance = int(self._map._new[slot] - self._map._old[slot])
@@ -37,6 +42,13 @@ class MappedContents(MutableMapping[int, Any]):
         # a load may write what it has written: its late layers
         assert not others or known == kv, f"{others} others read slot {slot}'s row"
         self._rows[row] = kv
+
+    def load(self, rows: torch.Tensor, held: Sequence[Any]) -> None:
+        """What was in host memory, as it was computed."""
+        for row, kv in zip(rows.tolist(), held, strict=True):
+            assert self._map._is_awaited[row], f"row {row} is loaded over what it has"
+            self._rows[row], self._loaded[row] = kv, int(self._map._given[row])
+        self.num_loaded += len(held)
 
     def __delitem__(self, slot: int) -> None:
         raise AssertionError("rows are forgotten, not slots")

@@ -130,7 +130,8 @@ def test_sglang_counts_slots_where_rows_are_shared() -> None:
 
     scheduler = Scheduler(20, scheduler_config(), allocator=CountingVirtual.of(20, 60))
     own, at = scheduler.allocator.alloc(12), torch.arange(12)
-    scheduler.allocator.slot_map.share(scheduler.allocator.take(12), own, old=at, new=at)
+    slot_map = scheduler.allocator.slot_map
+    slot_map.share(scheduler.allocator.take(12), slot_map.rows(own), old=at, new=at)
     checker = SimpleNamespace(tree_cache=scheduler.cache)
     stats = PoolStats(12, 0.6, scheduler.allocator.available_size(), 0)
     told = hooks._add_up_slots(lambda _, counted, uncached: (counted, uncached), checker, stats, 24)

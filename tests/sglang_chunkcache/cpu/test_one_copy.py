@@ -36,8 +36,8 @@ def insert(scheduler: Scheduler, token: int, slots: torch.Tensor) -> None:
 
 def shared(scheduler: Scheduler, of: torch.Tensor) -> torch.Tensor:
     slots: torch.Tensor = scheduler.allocator.take(len(of))
-    at = torch.arange(len(of))
-    scheduler.allocator.slot_map.share(slots, of, old=at, new=at)
+    at, slot_map = torch.arange(len(of)), scheduler.allocator.slot_map
+    slot_map.share(slots, slot_map.rows(of), old=at, new=at)
     return slots
 
 
@@ -109,8 +109,8 @@ def test_decoding_equals_turned_copies(dtype: torch.dtype, tolerance: float) -> 
     source, own, moved = torch.arange(1, 31), torch.arange(31, 41), torch.arange(41, 61)
     slot_map.assign(torch.cat([source, own]))
     at = torch.arange(30)
-    slot_map.share(moved[:10], source[20:], old=at[20:], new=at[:10])
-    slot_map.share(moved[10:], source[:10], old=at[:10], new=at[10:20])
+    slot_map.share(moved[:10], slot_map.rows(source[20:]), old=at[20:], new=at[:10])
+    slot_map.share(moved[10:], slot_map.rows(source[:10]), old=at[:10], new=at[10:20])
     slot_map.own(moved[[3, 12]], reserved=0)
     rows = torch.zeros(2, 40, dtype=torch.int32)
     rows[0, :30] = torch.cat([moved, own])

@@ -88,14 +88,21 @@ def traffic() -> list[list[FakeReq]]:
     """Batches of exact and moved requests; the last ones find fused chains."""
     rng = random.Random(4)
     orders = [rng.sample(CHUNKS, 4) for _ in range(3)]
-    batches: list[list[FakeReq]] = [[rag(*CHUNKS[:3]), rag(*CHUNKS[3:])]]
+    all_three = range(3)
+    batches: list[list[FakeReq]] = [
+        [rag(*CHUNKS[:3], keep=all_three), rag(*CHUNKS[3:], keep=all_three)]
+    ]
     for fusion in (FIRST, ASKED, None, FIRST):
         batches += [[rag(*order, fusion=fusion) for order in orders[:2]], [rag(*orders[2])]]
     return batches
 
 
-def test_equals_copies_bit_for_bit(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In every layer, whatever is moved, recomputed, found again or exact. Fewer rows are used."""
+@pytest.mark.parametrize("are_on_device", [True, False])
+def test_equals_copies_bit_for_bit(
+    are_on_device: bool, runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every layer, whatever is moved, recomputed, found again or exact, and wherever its source
+    is. Fewer rows are used."""
     runs: list[list[Tensor]] = []
     fates: list[list[tuple[Any, ...]]] = []
     used, shares = [], []
@@ -107,19 +114,31 @@ def test_equals_copies_bit_for_bit(runner: Any, monkeypatch: pytest.MonkeyPatch)
                 else make_scheduler(runner)
             )
             batches = traffic()
-            runs.append([kv for batch in batches for kv in served(scheduler, *batch)])
+            found = list[Tensor]()
+            for batch in batches:
+                if not are_on_device:
+                    scheduler.cache.evict(EvictParams(num_tokens=models.POOL_SLOTS))
+                found += served(scheduler, *batch)
+                scheduler.fuser.keeper.captures.drain()
+            runs.append(found)
             told = [report(req) for batch in batches for req in batch if is_moved(req)]
             fates.append([(each.exact, each.relocated, each.gap) for each in told])
             shares.append([each.shared for each in told])
             taken = scheduler.cache.evictable_size() + scheduler.cache.protected_size()
             used.append(taken if not is_shared else scheduler.allocator.slot_map.num_used)
+            wheres = {source.where for each in told for source in each.sources}
+            assert wheres <= {"gap", "device" if are_on_device else "host"}
     assert fates[0] == fates[1]
     assert not any(shares[0])
-    assert shares[1] == [each.relocated - each.fused_hit for each in told]
+    moved = [each.relocated - each.fused_hit for each in told]
+    if are_on_device:
+        assert shares[1] == moved
+        assert used[1] < 0.8 * used[0]
+    else:
+        assert 0 < sum(shares[1]) < sum(moved), "the first of a batch has all loaded"
     assert sum(relocated for _, relocated, _ in fates[0]) > 500
     for copied, mapped in zip(*runs, strict=True):
         assert torch.equal(copied, mapped)
-    assert used[1] < 0.8 * used[0]
 
 
 def is_moved(req: FakeReq) -> bool:

@@ -220,6 +220,8 @@ class FuserMachine(RuleBasedStateMachine):
     def decode(self, which: int, token: int, is_last: bool) -> None:
         self._run()
         running = [live for live in self.live if live.sampled]
+        if not running:
+            return
         live = running[which % len(running)]
         if is_last or len(live.req.all_ids) + 1 >= self.scheduler.capacity:
             self._release(live, is_insert=True)
@@ -235,6 +237,8 @@ class FuserMachine(RuleBasedStateMachine):
     )
     def abort_or_retract(self, which: int, again: bool, piece: int, num_evicted: int) -> None:
         self._run()
+        if not self.live:
+            return
         live = self.live[which % len(self.live)]
         self._release(live, is_insert=False)
         if again:  # retracted: the same request comes back with its output so far
@@ -255,12 +259,11 @@ class FuserMachine(RuleBasedStateMachine):
         self._run()
         self.scheduler.forward()
 
-    @precondition(lambda self: self.scheduler.fusion_pass.sharing is None)
-    @rule()
-    def fail(self) -> None:
+    @rule(when=st.sampled_from(["early", "late"]))
+    def fail(self, when: str) -> None:
         """The next pass does, and computes everything it may. With one copy of a chunk there may be
         no rows for that."""
-        self.scheduler.fusion_pass.fails = True
+        self.scheduler.fusion_pass.fails = when
 
     @precondition(lambda self: not self.live)
     @rule(is_updated=st.booleans())
@@ -337,6 +340,9 @@ class FuserMachine(RuleBasedStateMachine):
     def _run(self) -> None:
         if self.scheduler.batch:
             self.scheduler.forward()
+            for live in [each for each in self.live if state(each.req).is_failed]:
+                assert self.scheduler.fusion_pass.sharing is not None
+                self._release(live, is_insert=True)
             self.all_is_in_order()
 
     def _add(self, live: Live, piece: int, *, joins: bool, num_rounds: int) -> None:

@@ -226,12 +226,16 @@ def test_where_copies_alone_hold_the_slots_nobody_waits_for_them_for_ever(
     server.check()
 
 
+@pytest.mark.parametrize("is_on_device", [True, False])
 @pytest.mark.parametrize(("one_copy", "num_admitted"), [("off", 1), ("on", 3)])
 def test_with_one_copy_nobody_asks_for_rows_that_others_hold(
-    one_copy: str, num_admitted: int
+    one_copy: str, num_admitted: int, is_on_device: bool
 ) -> None:
     """The same 20 tokens for each, at four places."""
     server = Server(60, one_copy=one_copy)
+    if not is_on_device:
+        server.store_chunks(LONG)
+        server.evict(60)
     reqs = [server.arrive(fused(LONG, head=[200 + n] * (2 + n))) for n in range(4)]
     assert server.round() == reqs[:num_admitted]
     server.check(server.running)
