@@ -216,7 +216,7 @@ class MovedConfig:
     pool. More requests fit at a time; decoding takes longer, since each reader turns their keys.
     Without a GPU only."""
     virtual_slots: int = knob(4, low=2, high=64, has_flag=False)
-    """Slots for each row of the KV pool with `one_copy`. 22 bytes each. Slots run out before rows
+    """Slots for each row of the KV pool with `one_copy`. 24 bytes each. Slots run out before rows
     only where chunks are shared that often on average."""
 
 
