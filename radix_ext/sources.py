@@ -48,6 +48,13 @@ class HostCopy(Candidate):
     where = "host"
 
 
+@dataclass(frozen=True, slots=True)
+class RowCopy(Candidate):
+    """What requests share of a copy that has left tree and store. It may end with any of them."""
+
+    where = "device"
+
+
 class ChunkCopies:
     """Where a chunk's KV is in a tree, whatever precedes it (FusionRAG 4.1): filled chunk nodes
     with computed, not moved, KV.
@@ -122,10 +129,19 @@ class ChunkSources:
 
     Args:
         max_copies: device copies of one chunk that a plan looks at, latest first.
+        shared: facts of `RowCopy`s of a chunk. None: there are none.
     """
 
-    def __init__(self, copies: ChunkCopies, store: VariantIndex, *, max_copies: int) -> None:
+    def __init__(
+        self,
+        copies: ChunkCopies,
+        store: VariantIndex,
+        *,
+        max_copies: int,
+        shared: Callable[[Identity], Iterable[KvFacts]] | None = None,
+    ) -> None:
         self._copies, self._store, self._max_copies = copies, store, max_copies
+        self._shared = shared
 
     def candidates(
         self,
@@ -138,10 +154,15 @@ class ChunkSources:
         """Everywhere the chunk's KV is, the device first: there as `ChunkCopies.find` says. With
         what is `coming` into the store: to estimate a plan, not to carry it out."""
         copies = self._copies.find(identity, head, self._max_copies, alone=alone)
-        return [
+        found: list[Candidate] = [
             *(DeviceCopy(self._copies.facts_of(node), node) for node in copies),
             *(HostCopy(variant) for variant in (*self._store.find(identity), *coming)),
         ]
+        if self._shared is not None:
+            known = {origin(each.facts) for each in found}
+            shared = self._shared(identity)
+            found += [RowCopy(facts) for facts in shared if origin(facts) not in known]
+        return found
 
     def are_there(self, plan: ReusePlan) -> bool:
         """Whether the tree still holds the plan's device copies, and the store its variants."""
@@ -164,3 +185,8 @@ class ChunkSources:
                 used = self._store.get(identity, facts.head, facts.prefix)
             if used is not None:
                 self._store.held.use(used)
+
+
+def origin(facts: KvFacts) -> tuple[Any, ...]:
+    """Where a chunk's KV was computed: what has the same has the same KV."""
+    return facts.head, facts.prefix, facts.start, facts.preprocessed

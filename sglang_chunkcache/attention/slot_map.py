@@ -236,9 +236,9 @@ class SlotMap:
         was `since`."""
         return (self._owners[rows] > 0) & (self._given[rows] <= since)
 
-    def is_awaited(self, slots: Tensor) -> Tensor:
-        """[n] bool: its row is still to be loaded."""
-        return self._is_awaited[self._row[slots]]
+    def are_awaited(self, rows: Tensor) -> Tensor:
+        """[n] bool: the row is still to be loaded."""
+        return self._is_awaited[rows]
 
     def has_others(self, slots: Tensor) -> Tensor:
         """[n] bool: it shares its row with another slot."""

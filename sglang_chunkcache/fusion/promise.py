@@ -83,7 +83,9 @@ class Fuser:
         store = fusion_pass.host.index
         self.tree, self.fusion_pass, self.store, self.tier = tree, fusion_pass, store, tier
         self.pricing, self.outward = fusion_pass.pricing, fusion_pass.outward
-        self.sources = ChunkSources(tree.copies, store, max_copies=MAX_COPIES)
+        sharing = fusion_pass.sharing
+        shared = None if sharing is None else sharing.copies
+        self.sources = ChunkSources(tree.copies, store, max_copies=MAX_COPIES, shared=shared)
         self.planner = Planner(tree, self.sources, fusion_pass, limits)
         self.promises = Promises(tree, self.sources, fusion_pass, limits)
         self.keeper = StoreKeeper(
@@ -249,6 +251,8 @@ class Fuser:
         self.keeper.captures.put_arrived()
         self.store.held.forget_scores()
         self.tree.copies.forget_scores()
+        if self.fusion_pass.sharing is not None:
+            self.fusion_pass.sharing.clear()
         if self.tier is not None:
             self.tier.storage.naming.heads = self.fusion_pass.calibration.heads
 

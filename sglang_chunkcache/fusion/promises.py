@@ -78,15 +78,16 @@ class Promises:
                 is_over = partial(self._fits, plan.num_pass_tokens)
                 self._tree.line.put_off(req, Reason.PASS_FULL, is_over)
             return None
-        if not self._sources.are_there(plan):
+        sharing = self._fusion_pass.sharing
+        found = None if sharing is None else sharing.find(req, plan)
+        if not self._sources.are_there(plan) or (found is not None and not found.is_whole):
             outcome.declined.append(Fallback.SOURCE_GONE)
             return None
         moved = [(each.start, each.source) for each in plan.pieces if each.source is not None]
         sources = [source.node for _, source in moved if isinstance(source, DeviceCopy)]
         num_after = len(req.origin_input_ids) + len(req.output_ids) - plan.end
         num_computed = self._tree.line.num_computed(num_after)
-        num_tokens, sharing = plan.end - plan.start, self._fusion_pass.sharing
-        found = None if sharing is None else sharing.find(req, plan)
+        num_tokens = plan.end - plan.start
         num_rows = num_tokens if found is None else found.num_rows
         with ExitStack() as locked, ExitStack() as taken, ExitStack() as held:
             self._lock(node, locked)
@@ -101,7 +102,7 @@ class Promises:
             slots = None if missing > 0 else self._allocate(plan, num_rows, taken)
             if slots is None:
                 num_slots, num_rows = num_tokens + num_computed, num_rows + num_computed
-                num_rows += 0 if found is None else len(found.from_host)
+                num_rows += 0 if found is None else len(found.unlocked)
                 fits = self._tree.fits_alone([node, *sources], num_slots, num_rows)
                 if not (fits and self._tree.line.for_room(req, missing)):
                     outcome.declined.append(Fallback.NO_ROOM)

@@ -5,23 +5,25 @@
 
 Moved tokens share rows from the promise on; the keys turn when they are read. What is in host
 memory is loaded as it was computed there, and only what no row has: by whichever request comes
-first, and while a row lives the next ones share it, whatever has become of that request. Tokens
-that are recomputed get rows of their own before the pass writes them, from as many as the plan
-expects: these are reserved with the promise.
+first, and while a row lives the next ones share it, whatever has become of that request. A chunk
+whose rows all live is a source, even where tree and store have lost it. Tokens that are recomputed
+get rows of their own before the pass writes them, from as many as the plan expects: these are
+reserved with the promise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from radix_ext.cfo import Prefix
+from radix_ext.cfo import KvFacts
 from radix_ext.moved_plan import Piece, ReusePlan
-from radix_ext.sources import DeviceCopy, HostCopy
+from radix_ext.sources import DeviceCopy, HostCopy, RowCopy, origin
+from radix_ext.variants import Identity
 from sglang_chunkcache.attention.slot_map import MappedPool, SlotMap
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.relocate import RotaryTable
@@ -33,12 +35,12 @@ if TYPE_CHECKING:
 
 SWEPT_FROM = 256
 """Chunks of which rows are remembered before those without any are looked for."""
-_Place: TypeAlias = tuple[ChunkIdentity, str, Prefix, int, bool]
 
 
 class _Rows(NamedTuple):
     """A chunk's, of which some may have gone to others."""
 
+    facts: KvFacts
     rows: Tensor  # [n] int64
     since: int  # as of `SlotMap.are_same`
 
@@ -47,8 +49,14 @@ class Found(NamedTuple):
     """A plan, and the rows that its moved tokens will share."""
 
     plan: ReusePlan
-    pieces: Sequence[tuple[Piece, _Place, Tensor]]
+    pieces: Sequence[tuple[Piece, Identity, Tensor]]
     """Those that are moved, with [n] int64 each: the token's row. 0: it is to be loaded."""
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of it is here that can come from nowhere else."""
+        alone = (rows for piece, _, rows in self.pieces if isinstance(piece.source, RowCopy))
+        return all(bool(rows.all()) for rows in alone)
 
     @property
     def num_rows(self) -> int:
@@ -62,14 +70,14 @@ class Found(NamedTuple):
         return min(self.plan.recomputed_len, self.plan.moved_len)
 
     @property
-    def from_host(self) -> Tensor:
-        """[n] int64: rows that are here, of chunks in host memory."""
-        return self._rows_of(HostCopy)
+    def unlocked(self) -> Tensor:
+        """[n] int64: rows that are here, of chunks that are not in the tree."""
+        return self._rows_of(HostCopy, RowCopy)
 
     @property
     def rows(self) -> Tensor:
         """[n] int64: all rows that are here."""
-        return self._rows_of(DeviceCopy, HostCopy)
+        return self._rows_of(DeviceCopy, HostCopy, RowCopy)
 
     def _rows_of(self, *kinds: type) -> Tensor:
         none = torch.empty(0, dtype=torch.int64)
@@ -91,7 +99,8 @@ class Sharing:
         self, slot_map: SlotMap, table: RotaryTable, make_room: Callable[[int], None]
     ) -> None:
         self._slot_map, slot_map.turns, self._make_room = slot_map, table, make_room
-        self._known = dict[_Place, _Rows]()
+        # by chunk, then `origin`
+        self._known = dict[Identity, dict[tuple[Any, ...], _Rows]]()
         self._sweep_at = SWEPT_FROM
 
     @classmethod
@@ -101,11 +110,15 @@ class Sharing:
 
     def find(self, req: Req, plan: ReusePlan) -> Found:
         """Where the plan's chunks are in the pool, now."""
-        pieces = [piece for piece in plan.pieces if piece.source is not None]
-        places = [_place(piece, req) for piece in pieces]
-        return Found(
-            plan, [(p, at, self._here(p, at)) for p, at in zip(pieces, places, strict=True)]
-        )
+        moved = [(each, _identity(each, req)) for each in plan.pieces if each.source is not None]
+        return Found(plan, [(piece, chunk, self._here(piece, chunk)) for piece, chunk in moved])
+
+    def copies(self, identity: Identity) -> Iterator[KvFacts]:
+        """Of a chunk, those that rows have all of."""
+        for facts, rows, since in self._known.get(identity, {}).values():
+            is_here = self._slot_map.are_same(rows, since) & ~self._slot_map.are_awaited(rows)
+            if is_here.all():
+                yield facts
 
     def num_saved(self, found: Found) -> int:
         """How many rows fewer than tokens it takes from what is free or evictable: those that
@@ -123,7 +136,7 @@ class Sharing:
         plan, own = move.plan, torch.ones(len(move.slots), dtype=torch.bool)
         own[: plan.start] = False
         move.shared = torch.zeros_like(own)
-        for piece, place, rows in found.pieces:
+        for piece, identity, rows in found.pieces:
             assert piece.source is not None
             slots, start = move.slots[piece.start : piece.end], piece.source.facts.start
             old, is_here = start + torch.arange(len(slots)), rows > 0
@@ -133,7 +146,7 @@ class Sharing:
             self._slot_map.expect(there, old=old[~is_here], new=new[~is_here])
             own[piece.start : piece.end] = False
             move.shared[piece.start : piece.end] = is_here
-            self._remember(place, self._slot_map.rows(slots))
+            self._remember(identity, piece.source.facts, self._slot_map.rows(slots))
         self._slot_map.assign(move.slots[own])
         move.num_reserved = found.num_expected
         self._slot_map.reserve(move.num_reserved)
@@ -145,7 +158,7 @@ class Sharing:
             for piece in move.moved:
                 slots = move.slots[piece.start : piece.end]
                 rows = self._slot_map.rows(slots)
-                is_new = self._slot_map.is_awaited(slots) & ~torch.isin(rows, taken)
+                is_new = self._slot_map.are_awaited(rows) & ~torch.isin(rows, taken)
                 if is_new.any():
                     assert isinstance(piece.source, HostCopy), "what is on the device is there"
                     taken = torch.cat([taken, rows[is_new]])
@@ -202,28 +215,33 @@ class Sharing:
             "slots": slot_map.num_mapped,
         }
 
-    def _here(self, piece: Piece, place: _Place) -> Tensor:
+    def _here(self, piece: Piece, identity: Identity) -> Tensor:
         """[n] int64: the rows that have the piece's source. 0: none has the token."""
+        assert piece.source is not None
         if isinstance(piece.source, DeviceCopy):
             return self._slot_map.rows(piece.source.node.value)
-        known = self._known.get(place)
+        known = self._known.get(identity, {}).get(origin(piece.source.facts))
         if known is None:
             return torch.zeros(piece.end - piece.start, dtype=torch.int64)
-        return known.rows * self._slot_map.are_same(*known)
+        return known.rows * self._slot_map.are_same(known.rows, known.since)
 
-    def _remember(self, place: _Place, rows: Tensor) -> None:
-        self._known[place] = _Rows(rows, self._slot_map.num_given)
+    def _remember(self, identity: Identity, facts: KvFacts, rows: Tensor) -> None:
+        self._known.setdefault(identity, {})[origin(facts)] = _Rows(
+            facts, rows, self._slot_map.num_given
+        )
         if len(self._known) > self._sweep_at:
-            live = {
-                at: each for at, each in self._known.items() if self._slot_map.are_same(*each).any()
-            }
-            self._known, self._sweep_at = live, max(SWEPT_FROM, 2 * len(live))
+            live = {chunk: self._live(known) for chunk, known in self._known.items()}
+            self._known = {chunk: known for chunk, known in live.items() if known}
+            self._sweep_at = max(SWEPT_FROM, 2 * len(self._known))
+
+    def _live(self, known: Mapping[tuple[Any, ...], _Rows]) -> dict[tuple[Any, ...], _Rows]:
+        return {
+            at: each
+            for at, each in known.items()
+            if self._slot_map.are_same(each.rows, each.since).any()
+        }
 
 
-def _place(piece: Piece, req: Req) -> _Place:
-    """What KV it is: whatever has the same, in the tree or in the store, is the same to sharers."""
-    assert piece.source is not None
+def _identity(piece: Piece, req: Req) -> ChunkIdentity:
     assert piece.chunk is not None
-    facts = piece.source.facts
-    identity = ChunkIdentity(piece.chunk, req.extra_key, req.cache_salt)
-    return identity, facts.head, facts.prefix, facts.start, facts.preprocessed
+    return ChunkIdentity(piece.chunk, req.extra_key, req.cache_salt)

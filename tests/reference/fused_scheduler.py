@@ -239,8 +239,7 @@ class FakePass:
             slots = source.node.value.tolist()
             for offset, (slot, token) in enumerate(zip(slots, tokens, strict=True)):
                 self.contents.read(slot, token, source.facts.start + offset)
-        else:
-            assert isinstance(source, HostCopy)
+        elif isinstance(source, HostCopy):
             blob = source.facts.blob
             assert blob.is_held, "its slots may be given to others"
             held = [self.host.pool.contents[slot] for slot in blob.slots.tolist()]  # type: ignore[attr-defined]

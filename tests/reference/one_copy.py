@@ -25,7 +25,7 @@ class MappedContents(MutableMapping[int, Any]):
     def __getitem__(self, slot: int) -> Any:
         at = torch.tensor([slot])
         row = int(self._map.rows(at))
-        is_there = not self._map.is_awaited(at) or self._loaded.get(row) == self._map._given[row]
+        is_there = not self._map._is_awaited[row] or self._loaded.get(row) == self._map._given[row]
         assert is_there, f"slot {slot} is read before it is loaded"
         kv = self._rows[row]
         if not self._map.is_shared(at):

@@ -132,7 +132,7 @@ def test_equals_sets_over_random_walks(seed: int) -> None:
         assert mine.num_held == (held_rows, len(naive.held))
         shared = mine.is_shared(tensor(sorted(naive.box))).tolist()
         assert shared == [slot in naive.shared for slot in sorted(naive.box)]
-        awaited = mine.is_awaited(tensor(sorted(naive.box))).tolist()
+        awaited = mine.are_awaited(mine.rows(tensor(sorted(naive.box)))).tolist()
         assert awaited == [naive.box[slot] in naive.awaited for slot in sorted(naive.box)]
         for box, (row, since) in was.items():
             assert mine.are_same(tensor([row]), since).item() == (box in naive.boxes())

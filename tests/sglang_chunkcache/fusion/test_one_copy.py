@@ -141,6 +141,36 @@ def test_equals_copies_bit_for_bit(
         assert torch.equal(copied, mapped)
 
 
+def test_rows_whose_source_has_left_equal_copies_of_it(
+    runner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit: what shares a share turns once, from where the row was computed."""
+    found = list[Tensor]()
+    for is_shared in (False, True):
+        with monkeypatch.context() as patch:
+            scheduler = (
+                on_one_copy(runner, patch, num_rows=models.POOL_SLOTS)
+                if is_shared
+                else make_scheduler(runner)
+            )
+            served(scheduler, rag(*CHUNKS[:3]))
+            reader = rag(*CHUNKS[1:3], fusion=FusionRequest("none", 0.0, "n"), head=[50])
+            late = rag(*CHUNKS[2:0:-1], fusion=FIRST, head=[51, 52, 53])
+            for req in (reader, late):
+                assert scheduler.add(req, 1000) is not None
+                scheduler.forward()
+                scheduler.sample(req, 70)
+                if is_shared:
+                    scheduler.cache.evict(EvictParams(num_tokens=models.POOL_SLOTS))
+            assert report(late).recomputed > 0
+            assert report(late).shared == (report(late).relocated if is_shared else 0)
+            rows = torch.tensor(scheduler.slots(late, 0, late.filled))
+            found.append(torch.stack(models.kv_of(runner, rows)))
+            for req in (reader, late):
+                scheduler.release(req, is_insert=True)
+    assert torch.equal(*found)
+
+
 def is_moved(req: FakeReq) -> bool:
     spans = state(req).spans
     return spans is not None and spans.fusion is not None

@@ -171,19 +171,27 @@ class FuserMachine(RuleBasedStateMachine):
     @rule(kind=st.sampled_from(KINDS), shape=SHAPES)
     def serve(self, kind: Kind, shape: dict[str, Any]) -> None:
         """One that runs alone from its start to its end."""
-        self._run()
-        live = make_live(kind, tail=(20, 21), **shape)
-        self._add(live, 100, joins=False, num_rounds=0)
-        self._run()
-        while live in self.live:
-            if self.scheduler.is_prefilled(live.req):
-                self.scheduler.sample(live.req, 30)
-                self._check_report(live)
-                self._release(live, is_insert=True)
-            else:
-                self.scheduler.stash(live.req)
-                if not self.scheduler.prefill(live.req, 100):
-                    self._release(live, is_insert=False)
+        self._serve(make_live(kind, tail=(20, 21), **shape))
+
+    @precondition(lambda self: len(self.live) < 4)
+    @rule(
+        shape=SHAPES,
+        heads=st.permutations(HEADS),
+        recipes=st.lists(st.sampled_from(RECIPES), min_size=2, max_size=2),
+    )
+    def lose_source(
+        self,
+        shape: dict[str, Any],
+        heads: list[tuple[int, ...]],
+        recipes: list[FusionRequest],
+    ) -> None:
+        """Chunks are moved to one that runs, and when their source has left, to another one."""
+        self._serve(make_live("exact", tail=(20, 21), **{**shape, "head": heads[0]}))
+        for recipe, head in zip(recipes, heads[1:], strict=False):
+            live = make_live(recipe, tail=(20, 21), **{**shape, "head": head})
+            self._add(live, 100, joins=False, num_rounds=0)
+            self._run()
+            self.scheduler.evict(self.scheduler.capacity)
 
     @precondition(lambda self: any(not self.scheduler.is_prefilled(live.req) for live in self.live))
     @rule(which=st.integers(0, 4), num_tokens=st.integers(1, 9), stays=st.booleans())
@@ -344,6 +352,20 @@ class FuserMachine(RuleBasedStateMachine):
                 assert self.scheduler.fusion_pass.sharing is not None
                 self._release(live, is_insert=True)
             self.all_is_in_order()
+
+    def _serve(self, live: Live) -> None:
+        self._run()
+        self._add(live, 100, joins=False, num_rounds=0)
+        self._run()
+        while live in self.live:
+            if self.scheduler.is_prefilled(live.req):
+                self.scheduler.sample(live.req, 30)
+                self._check_report(live)
+                self._release(live, is_insert=True)
+            else:
+                self.scheduler.stash(live.req)
+                if not self.scheduler.prefill(live.req, 100):
+                    self._release(live, is_insert=False)
 
     def _add(self, live: Live, piece: int, *, joins: bool, num_rounds: int) -> None:
         if len(live.req.all_ids) + 4 > self.scheduler.capacity:

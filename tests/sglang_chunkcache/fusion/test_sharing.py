@@ -10,8 +10,9 @@ import pytest
 pytest.importorskip("sglang")
 
 from sglang_chunkcache.fusion import sharing
+from sglang_chunkcache.fusion.outcome import outcome_of
 from sglang_chunkcache.wire.report import Fallback
-from tests.kit.fused import Rank, report, wheres
+from tests.kit.fused import Rank, report, sources, wheres
 from tests.kit.requests import A, E, asks, fused
 from tests.reference.one_copy import MappedContents
 from tests.reference.scheduler import FakeReq
@@ -145,10 +146,15 @@ def test_tenants_share_nothing() -> None:
     rank = make_rank()
     rank.store_chunks(E, cache_salt="theirs")
     rank.evict(80)
+    run(rank, first := moved(3))
+    run(rank, stranger := moved(4, extra_key="nothing is stored for"))
+    assert report(stranger).sources == ()
+    end(rank, first, stranger)
+    rank.evict(80)
     reqs = [moved(3), moved(4, cache_salt="theirs")]
     run(rank, *reqs)
     assert [report(req).shared for req in reqs] == [0, 0]
-    assert num_loaded(rank) == 2 * len(E)
+    assert num_loaded(rank) == 3 * len(E)
     end(rank, *reqs)
 
 
@@ -168,6 +174,74 @@ def test_rows_that_are_shared_stay_while_room_is_made_for_the_rest() -> None:
     end(rank, late)
 
 
+def test_rows_are_a_source_while_they_live() -> None:
+    """Of a chunk that neither the tree nor the store has any more. A share of a share turns from
+    where the row was computed."""
+    rank, reqs = Rank(capacity=80, prefill_budget=1000, one_copy="on"), [moved(3), moved(4)]
+    rank.serve(fused(A, E, head=[7]))
+    for req in reqs:
+        run(rank, req)
+        rank.evict(80)
+    assert rank.node([7], A, E) is None
+    assert [wheres(report(req)) for req in reqs] == [["device"], ["device"]]
+    assert sources(report(reqs[1])) == sources(report(reqs[0])), "the same evidence"
+    end(rank, reqs[0])
+    rank.evict(80)
+    run(rank, last := moved(5))
+    assert [report(req).shared for req in (*reqs, last)] == [len(E)] * 3
+    assert num_loaded(rank) == 0
+    end(rank, reqs[1], last)
+    rank.evict(80)
+    assert rank.ask(moved(6)).sources == (), "its last row is gone"
+
+
+def test_rows_are_no_source_where_some_are_gone() -> None:
+    """One that reads them has recomputed half. Another one that reads all makes up for it."""
+    rank = Rank(capacity=80, prefill_budget=1000, one_copy="on")
+    rank.serve(fused(A, E, head=[7]))
+    run(rank, half := moved(3, fusion=HALF), whole := moved(4))
+    rank.evict(80)
+    run(rank, late := moved(5))
+    assert report(late).shared == len(E)
+    end(rank, whole, late)
+    rank.evict(80)
+    run(rank, later := moved(6))
+    assert (report(half).shared, report(later).sources) == (len(E) // 2, ())
+    assert Fallback.SOURCE_GONE not in report(later).fallbacks, "nothing was promised"
+    end(rank, half, later)
+
+
+def test_rows_that_are_awaited_are_no_source() -> None:
+    """The variant that was to fill them has left the store."""
+    rank, reqs = make_rank(), [moved(3), moved(4)]
+    assert rank.add(reqs[0], 100) is not None
+    rank.fuser.keeper.clear_store()
+    assert rank.add(reqs[1], 100) is not None
+    rank.forward()
+    for req in reqs:
+        rank.sample(req, 50)
+    assert [wheres(report(req)) for req in reqs] == [["host"], []]
+    assert Fallback.SOURCE_GONE not in report(reqs[1]).fallbacks, "nothing was promised"
+    run(rank, late := moved(5))
+    assert (wheres(report(late)), report(late).shared) == (["device"], len(E))
+    end(rank, *reqs, late)
+
+
+def test_rows_that_go_before_the_promise_are_missed() -> None:
+    """As any source that is gone: the chunk is computed."""
+    rank = Rank(capacity=80, prefill_budget=1000, one_copy="on")
+    rank.serve(fused(A, E, head=[7]))
+    run(rank, reader := moved(3))
+    rank.evict(80)
+    late = moved(4)
+    rank.match(late)
+    end(rank, reader)
+    rank.evict(80)
+    assert rank.fuser.commit(late, late.last_node) is None
+    assert outcome_of(late).declined == [Fallback.SOURCE_GONE]
+    assert rank.allocator.slot_map.num_used == 0
+
+
 def test_flush_forgets_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """And rows that nothing means any more are not remembered for ever."""
     monkeypatch.setattr(sharing, "SWEPT_FROM", 1)
@@ -181,4 +255,5 @@ def test_flush_forgets_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(known._known) <= 2
     rank.flush()
     assert not known._known
+    assert rank.ask(moved(3)).sources == ()
     assert rank.allocator.slot_map.num_given > 0, "a row's number would be another's"
