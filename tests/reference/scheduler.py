@@ -545,6 +545,7 @@ class Scheduler:
             out_cache_loc=torch.tensor(
                 [slot for req, end in batch for slot in self.slots(req, req.filled, end)],
                 dtype=torch.int64,
+                device=self.rows.req_to_token.device,
             ),
         )
         if not isinstance(self.cache, ChunkRadixCache):
