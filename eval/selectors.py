@@ -81,12 +81,12 @@ class SameSet(Selector):
         self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
     ) -> Selection:
         """Another head is another prefix."""
-        offsets = tuple(
-            leading(0 if is_same else request.ratio, chunk.num_tokens)
+        counts = [
+            num_critical(0 if is_same else request.ratio, chunk.num_tokens)
             for chunk in chunks
             for is_same in [{*chunk.prefix_old} == {*chunk.prefix_new} and not chunk.other_head]
-        )
-        return Selection.of(chunks, offsets)
+        ]
+        return Selection.leading(chunks, counts)
 
 
 def _draw(chunk: MovedChunk, request: FusionRequest) -> Tensor:

@@ -34,7 +34,8 @@ class Build(NamedTuple):
     question_more: int
     """Launches outside the layers, and of the layer that is read."""
     piece_tokens: int | None
-    """Of the promised region, whose deviation is measured at once. None: all."""
+    """Of the promised region, of what is proposed where `is_planned`, whose deviation is measured
+    at once. None: all."""
     piece_s: float
     """Host time of a piece that is not beside the device's work."""
     piece_launches: int
@@ -47,8 +48,8 @@ class Build(NamedTuple):
     """Pairs are those that the planners lay out, not those that are needed."""
     choose_s: Points
     """Host time of proposing, choosing and listing tokens."""
-    scored_share: float
-    """Of it, where chunks are scored: nothing is proposed, nothing sorted by evidence."""
+    scored_s: Points
+    """Likewise where chunks are scored: nothing is proposed, nothing sorted by evidence."""
     recompute_launches: int
     """A layer; 0: a graph replays it."""
     recompute_layer_s: float
@@ -86,7 +87,7 @@ REVIEWED = Build(
     is_planned=False,
     # half of what one of this machine's cores took
     choose_s=((2048, 1.3e-3), (8192, 4.5e-3), (32_768, 21e-3)),
-    scored_share=1 / 3,
+    scored_s=((2048, 0.43e-3), (8192, 1.5e-3), (32_768, 7e-3)),
     recompute_launches=LAYER_LAUNCHES,
     recompute_layer_s=0.0,
     recompute_s=3e-3,
@@ -108,17 +109,25 @@ RECOMPUTE_LAUNCHES = 23
 """Of the sparse pass, outside the layers: nearly all of them uploads before it, two for the
 question in it."""
 
+CHOICE_LAUNCHES = 17
+"""Of proposing and choosing, on the device, at any length."""
+
 BUILT = REVIEWED._replace(
     copy_launches=20,
     copy_chunk_launches=2,
     question_reads=5,
-    question_more=37,
+    question_more=34,
     piece_s=0.0,
     piece_launches=62,
     piece_reads=7,
     is_planned=True,
-    # half of the CPU time of one of this machine's cores (--time-choice): a server's is faster
-    choose_s=((2048, 0.6e-3), (8192, 1.6e-3), (32_768, 7.1e-3)),
+    # The rest, lists of positions, took one of this machine's cores twice that: a server's is
+    # faster. What is compared, and what is computed, is joined and read back.
+    choose_s=tuple(
+        (num_tokens, (CHOICE_LAUNCHES + 4) * LAUNCH_S + rest_s)
+        for num_tokens, rest_s in ((2048, 0.04e-3), (8192, 0.07e-3), (32_768, 0.22e-3))
+    ),
+    scored_s=((2048, 0.2e-3), (8192, 0.53e-3), (32_768, 2.4e-3)),
     recompute_s=PLAN_S + RECOMPUTE_LAUNCHES * LAUNCH_S,
     has_extend=False,
     evidence_waits=2,
@@ -142,7 +151,7 @@ LIMIT = Build(
     masked_share=SCATTERED_SHARE,
     is_planned=False,
     choose_s=((1, 0.3e-3), (1 << 30, 0.3e-3)),
-    scored_share=1.0,
+    scored_s=((1, 0.3e-3), (1 << 30, 0.3e-3)),
     recompute_launches=0,
     recompute_layer_s=1.2 * GRAPH_LAYER_S,
     recompute_s=0.5e-3,

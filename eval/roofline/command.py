@@ -82,7 +82,7 @@ def summary_rows(
                 continue
             row[name] = _over(full, model.device_s(steps))
             row[f"{name}, from host"] = _over(full, model.host_s(steps))
-            row[f"{name}, scored"] = _over(full, model.scored_s(steps))
+            row[f"{name}, scored"] = _over(full, model.scored_s(prompt, steps))
         rows.append(row)
     return rows
 
@@ -191,7 +191,7 @@ def _sample(options: argparse.Namespace, name: str, num_tokens: int) -> Sample:
         "full_s": model.full(prompt).seconds,
         "device_s": model.device_s(steps),
         "host_s": model.host_s(steps),
-        "scored_s": model.scored_s(steps),
+        "scored_s": model.scored_s(prompt, steps),
     }
     return {
         "arm": name,

@@ -69,7 +69,7 @@ def choice_s(prompt: Prompt) -> ChoiceTime:
         named = SELECTOR.candidates(chunks, request, asked)
         assert len(positions_of(chunks)[named])
         selection = SELECTOR.select(chunks, request, evidence)
-        positions = positions_of(chunks)[selection.tokens].sort().values
+        positions = positions_of(chunks)[selection.chosen].sort().values
         PassSequence.of_row(ids, ids, positions)
 
     def timed() -> float:

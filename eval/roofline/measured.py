@@ -30,8 +30,11 @@ BUILT_THEN = BUILT._replace(
     load_launches=0,
     chunk_launches=REVIEWED.chunk_launches,
     has_extend=True,
+    piece_tokens=819,  # as many as are proposed of 2,048
+    choose_s=((2048, 0.6e-3), (8192, 1.6e-3), (32_768, 7.1e-3)),
 )
-"""Chunks were loaded one by one, and SGLang ran the question."""
+"""Chunks were loaded one by one, SGLang ran the question, pieces were of the region, and the host
+chose."""
 TILE_ROWS = 128
 """Of FlashAttention-3 with heads of 128."""
 

@@ -136,10 +136,10 @@ class Model:
         last_s = load.device_s + recompute.seconds / self.shape.num_layers
         return max(chosen_s + recompute.seconds, last_s) + steps["extend"].seconds
 
-    def scored_s(self, steps: Mapping[str, Step]) -> float:
+    def scored_s(self, prompt: Prompt, steps: Mapping[str, Step]) -> float:
         """All is on the device and scored (`context`): no evidence is measured."""
         rest = sum(steps[name].seconds for name in ("copy", "recompute", "extend"))
-        return self.build.scored_share * steps["choose"].seconds + rest
+        return _at(self.build.scored_s, prompt.num_tokens) + rest
 
     # Private, in order of use
 
@@ -164,8 +164,9 @@ class Model:
 
     def _deviation(self, prompt: Prompt) -> Step:
         build, shape = self.build, self.shape
-        num_pieces = ceil(prompt.num_tokens / build.piece_tokens) if build.piece_tokens else 1
         num_candidates = prompt.num_candidates
+        num_tokens = num_candidates if build.is_planned else prompt.num_tokens
+        num_pieces = ceil(num_tokens / build.piece_tokens) if build.piece_tokens else 1
         pairs = num_candidates * prompt.num_tokens / 2
         # A piece reads what is before its end.
         seen = prompt.num_tokens * (num_pieces + 1) / 2
@@ -301,11 +302,8 @@ def masked_pairs(num_keys: int, num_rows: int, piece_tokens: int) -> int:
     from sglang_chunkcache.attention.masked_layout import plan
 
     positions, pairs = _scattered(num_keys, num_rows), 0
-    for start in range(0, num_keys, piece_tokens):
-        end = min(start + piece_tokens, num_keys)
-        run = positions[(positions >= start) & (positions < end)]
-        if not len(run):
-            continue
+    for run in torch.split(positions, piece_tokens):
+        end = int(run[-1]) + 1
         is_seen = torch.ones(end, dtype=torch.bool)
         is_seen[run] = False
         seen = is_seen.nonzero().flatten()

@@ -110,7 +110,7 @@ class Place:
             end=trial.end,
             layers=range(layer - 1, layer),
         )
-        return question_evidence(self._means.runner, [probe])[0][0]
+        return question_evidence(self._means.runner, [probe])[0][0].cpu()
 
     def deviation(self, depth: int, candidates: Tensor | None = None) -> Tensor:
         """[end] at that layer, of all chunk tokens or of `candidates` (positions)."""
@@ -119,7 +119,7 @@ class Place:
         ids = torch.tensor(trial.ids[trial.start : trial.end])
         slots = trial.moved.slots[: trial.end]
         probe = DeviationProbe(ids, slots, tuple(trial.spans), depth=depth, candidates=candidates)
-        return deviation_evidence(self._means.runner, [probe])[0]
+        return deviation_evidence(self._means.runner, [probe])[0].cpu()
 
     def looks(self, depth: int, share: float) -> tuple[Tensor, Tensor]:
         """([num_layers, num_heads, n] attention of chunk tokens beyond their chunk,
@@ -226,7 +226,7 @@ class Measured:
         """Positions that the selector chooses."""
         request = FusionRequest("critical", ratio, above=above)
         selection = critical.SELECTOR.select(self.chunks, request, self.seen)
-        return positions_of(self.chunks)[selection.tokens]
+        return positions_of(self.chunks)[selection.chosen]
 
 
 class _Outward(Observer):

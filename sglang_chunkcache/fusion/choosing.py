@@ -1,11 +1,17 @@
 """Which tokens of moved chunks are computed: read-only passes measure what a selector needs
-(measure.py), then the selector decides."""
+(measure.py), then the selector decides.
+
+Evidence stays on the device, and is sorted there. What comes back is which tokens are compared, and
+which are computed: one copy each for all requests, since a pass is laid out on the host, by what
+its tokens see. A device that kept them would attend to twice as many keys.
+"""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import torch
@@ -26,7 +32,13 @@ from sglang_chunkcache.fusion.measure import (
 )
 from sglang_chunkcache.fusion.move import Move
 from sglang_chunkcache.fusion.selectors import focus
-from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selector, positions_of
+from sglang_chunkcache.fusion.selectors.base import (
+    Evidence,
+    MovedChunk,
+    Selector,
+    positions_in,
+    positions_of,
+)
 from sglang_chunkcache.scheduler.pricing import Pricing
 
 
@@ -47,15 +59,27 @@ class Chooser:
                 need.add(Need.QUESTION)  # focus reads the question whatever the selector reads
         chunks_of = [[_chunk_of(piece) for piece in move.moved] for move in moves]
         evidence = self._measure(moves, needs, chunks_of)
-        critical = []
+        selections, focused = [], []
         for move, chooser, seen, chunks in zip(moves, choosers, evidence, chunks_of, strict=True):
             selection = chooser.select(chunks, move.fusion, seen)
+            is_focused = torch.empty(0, dtype=torch.bool)
             if move.fusion.focus != "off" and seen.question_by_layer is not None:
                 # In fewer layers than the window no split settles, and all chunks would be focused.
                 window = min(focus.WINDOW, len(seen.question_by_layer))
-                focused = focus.focused_chunks(seen.question_by_layer, window=window)
-                selection = focus.spare_unfocused(selection, focused)
-                move.focused = [int(move.moved[i].span or 0) for i in sorted(focused)]
+                is_focused = focus.focused_chunks(seen.question_by_layer, window=window)
+                selection = focus.spare_unfocused(selection, is_focused)
+            selections.append(selection)
+            focused.append(is_focused)
+        told = iter(_on_host([*(each.tokens for each in selections), *focused]))
+        selections = [replace(each, tokens=next(told)) for each in selections]
+        critical = []
+        for move, chooser, selection, chunks in zip(
+            moves, choosers, selections, chunks_of, strict=True
+        ):
+            is_focused = next(told)
+            if len(is_focused):
+                spans = [int(piece.span or 0) for piece in move.moved]
+                move.focused = [*compress(spans, is_focused.tolist())]
             move.fallbacks += selection.fallbacks
             if chooser.makes_variants(move.fusion):
                 move.whole = frozenset(
@@ -63,15 +87,10 @@ class Chooser:
                     for chunk, offsets in zip(chunks, selection.offsets, strict=True)
                     if len(offsets) == chunk.num_tokens
                 )
-            positions = positions_of(chunks)[selection.tokens]
+            positions = positions_of(chunks)[selection.chosen]
             move.recomputed_len = len(positions)
-            gaps = [
-                torch.arange(piece.start, piece.end)
-                for piece in move.plan.pieces
-                if piece.source is None
-            ]
             # Gaps lie between chosen tokens, and `SparseRequest` takes ascending positions alone.
-            critical.append(torch.cat([positions, *gaps]).sort().values)
+            critical.append(torch.cat([positions, _gaps(move)]).sort().values)
         return critical
 
     # Private, in order of use
@@ -98,14 +117,19 @@ class Chooser:
         for i, (question, by_layer) in zip(asking, questions, strict=True):
             evidence[i] = Evidence(question, by_layer)
         deviating = [i for i, need in enumerate(needs) if Need.DEVIATION in need]
-        probes = []
-        for i in deviating:
-            named = self._selector_of(moves[i].fusion).candidates(
+        named = [
+            self._selector_of(moves[i].fusion).candidates(
                 chunks_of[i], moves[i].fusion, evidence[i]
             )
-            if named is not None:
-                named = positions_of(chunks_of[i])[named]
-            probes.append(_deviation_probe(moves[i], named))
+            for i in deviating
+        ]
+        told = iter(_on_host([each for each in named if each is not None]))
+        probes = [
+            _deviation_probe(
+                moves[i], None if each is None else positions_of(chunks_of[i])[next(told)]
+            )
+            for i, each in zip(deviating, named, strict=True)
+        ]
         with self._pricing.timed(Phase.DEVIATION, one_call(map(self._deviation_work, probes))):
             deviations = deviation_evidence(self._runner, probes)
         for i, deviation in zip(deviating, deviations, strict=True):
@@ -133,8 +157,7 @@ class Chooser:
         start = move.question_start + len(move.question_ids) - num_tokens
         # All but the gaps, whose slots still hold what their last owner left there.
         filled = torch.ones(move.plan.end, dtype=torch.bool)
-        for piece in move.plan.pieces:
-            filled[piece.start : piece.end] = piece.source is not None
+        filled[_gaps(move)] = False
         visible = filled.nonzero().flatten()
         return QuestionProbe(
             token_ids=ids,
@@ -179,6 +202,19 @@ def _chunk_of(piece: Piece) -> MovedChunk:
         other_head=piece.other_head,
         outward=source.facts.outward,
     )
+
+
+def _gaps(move: Move) -> Tensor:
+    """[gap_len] int64: what is computed whatever the selector chooses."""
+    return positions_in([(each.start, each.end) for each in move.plan.pieces if not each.source])
+
+
+def _on_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """[n] each, on the CPU. Of those on a device one copy is waited for, not one each."""
+    away = [each for each in tensors if each.device.type != "cpu"]
+    if away:
+        copied = iter(torch.split(torch.cat(away).cpu(), [*map(len, away)]))
+    return [each if each.device.type == "cpu" else next(copied) for each in tensors]
 
 
 def _spans(move: Move) -> tuple[tuple[int, int], ...]:

@@ -12,16 +12,16 @@ Attention weights exist in float32 where they are read by token, piece by piece:
 question in the layers that are read, and of a chunk over itself for `Need.RECEIVED`. Masses on
 whole chunks come from log-sum-exps. All heads are on this rank: fused mode refuses others.
 
-The evidence of a request (question, deviation) is read back to the CPU, for which the host waits:
-the selection needs it. Scores stay on the device, and travel with the chunk's KV.
+All of it stays on the device, where tokens are chosen; scores travel with the chunk's KV.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -30,14 +30,15 @@ from sglang_chunkcache.attention.lse import log_sum_exp
 from sglang_chunkcache.attention.masked import Observer, SequenceAttention, StopPass
 from sglang_chunkcache.attention.upload import upload
 from sglang_chunkcache.fusion.recompute import run_pass
+from sglang_chunkcache.fusion.selectors.base import positions_in
 from sglang_chunkcache.fusion.store import ChunkScores
 
 Head = tuple[int, int]
 """(layer, head of it), both from 0."""
 
 PIECE_TOKENS = 2048
-"""Tokens of a promised region that go through these layers at a time, and its gaps. A region may be
-as long as the context, and the memory that SGLang leaves free is for one prefill budget."""
+"""Tokens that are compared at a time, beside the gaps: a region may be as long as the context, and
+the memory that SGLang leaves free is for one prefill budget."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def question_evidence(
     """What the questions attend to, all in one pass. Softmax over everything a question token sees,
     itself included.
 
-    Returns per request, float32, CPU:
+    Returns per request, float32, on the device, no sync:
         [end]: mass on each prompt position, summed over the probe's layers, question tokens and
         heads; 0 at positions without a moved token (FusionRAG 3.2: the last layer; ProphetKV: all).
         [num_layers, num_chunks]: mass on each moved chunk, summed over question tokens, heads and
@@ -134,37 +135,30 @@ def question_evidence(
         ],
         observer=observer,
     )
-    asked = [index for index, request in enumerate(requests) if request.in_all_layers]
-    sums = _on_host(observer.read + [observer.by_layer[i] for i in asked])
-    by_layer = dict(zip(asked, sums[len(requests) :], strict=True))
-    return [(sums[index], by_layer.get(index)) for index in range(len(requests))]
+    return list(zip(observer.read, observer.by_layer, strict=True))
 
 
 def deviation_evidence(runner: Any, requests: Sequence[DeviationProbe]) -> list[Tensor]:
     """How far moved KV is from computed KV, at one layer of each request (CacheBlend, FusionRAG eq.
     7 and 8: the second).
 
-    The candidates and gaps run through the layers before it and its projections, `PIECE_TOKENS` of
-    the region at a time. They attend to fresh KV of their own piece and of gaps, and to the pool's
+    The candidates and gaps run through the layers before it and its projections, `PIECE_TOKENS`
+    candidates at a time. They attend to fresh KV of their own piece and of gaps, and to the pool's
     of all else. At the second layer, with all tokens as candidates, that is an ordinary prefill's:
     in the first layer KV depends on its token alone. Deeper, what is left out of a piece is seen as
     it was moved.
 
-    Returns per request, [end] float32 CPU: squared difference of K plus that of V, summed over
-    heads and dimensions; 0 at positions that were not compared. A depth beyond the model's layers
-    is its last.
+    Returns per request, [end] float32 on the device, no sync: squared difference of K plus that of
+    V, summed over heads and dimensions; 0 at positions that were not compared. A depth beyond the
+    model's layers is its last.
     Raises:
         ValueError: sequences as in `run_pass`.
     """
-    if not requests:
-        return []
     deviations = [torch.zeros(request.end, device=runner.device) for request in requests]
     for request, deviation in zip(requests, deviations, strict=True):
-        for start in range(request.start, request.end, PIECE_TOKENS):
-            _measure_piece(
-                runner, request, start, min(start + PIECE_TOKENS, request.end), deviation
-            )
-    return _on_host(deviations)
+        for run, seen, moved in _pieces(request):
+            _measure_piece(runner, request, run, seen, moved, deviation)
+    return deviations
 
 
 def score_chunks(runner: Any, chunks: Sequence[ScoreProbe]) -> list[Tensor]:
@@ -214,13 +208,19 @@ class _QuestionObserver(Observer):
     def __init__(self, runner: Any, requests: Sequence[QuestionProbe]) -> None:
         self._last_layer = runner.token_to_kv_pool.layer_num - 1
         device = runner.device
-        self._inside, self._owners = [], []
+        self._inside, self._is_moved = [], []
+        self._owners: list[Tensor | None] = []
         for request in requests:
             keys, _ = torch.cat([request.kv_positions.cpu(), request.positions.cpu()]).sort()
             inside = keys[keys < request.end]
             self._inside.append(upload(inside, device))
-            self._owners.append(upload(_owners(request.chunks, request.end)[inside], device))
-        self._in_all_layers = [request.in_all_layers for request in requests]
+            owners = upload(_owners(request.chunks, request.end)[inside], device)
+            self._is_moved.append((owners < len(request.chunks)).float())
+            is_owner = None
+            if request.in_all_layers:  # products with it are sums
+                numbers = torch.arange(len(request.chunks), device=device)
+                is_owner = (owners[:, None] == numbers).float()
+            self._owners.append(is_owner)
         last = range(self._last_layer, self._last_layer + 1)
         self._layers = [request.layers or last for request in requests]
         # The pass is over after the last layer that any of its requests reads.
@@ -230,46 +230,51 @@ class _QuestionObserver(Observer):
         )
         self.read = [torch.zeros(r.end, device=device) for r in requests]
         self.by_layer = [
-            torch.zeros(self._last_layer + 1, len(r.chunks), device=device) for r in requests
+            torch.zeros(self._last_layer + 1, len(r.chunks), device=device)
+            if r.in_all_layers
+            else None
+            for r in requests
         ]
 
     def on_attention(self, layer_id: int, sequence: int, attention: SequenceAttention) -> None:
-        is_read = layer_id in self._layers[sequence]
-        if is_read or self._in_all_layers[sequence]:
-            inside, owners = self._inside[sequence], self._owners[sequence]
+        is_read, by_layer = layer_id in self._layers[sequence], self.by_layer[sequence]
+        if is_read or by_layer is not None:
+            inside, is_owner = self._inside[sequence], self._owners[sequence]
             mass = torch.zeros(len(inside), device=inside.device)
             for _, _, weights in attention.weights():
                 # Keys ascend, so the question's own come after those of the region.
                 mass += weights.sum((0, 1))[: len(inside)]
-            self.by_layer[sequence][layer_id] = mass @ owners
+            if by_layer is not None and is_owner is not None:
+                by_layer[layer_id] = mass @ is_owner
             if is_read:
-                self.read[sequence][inside] += mass * owners.sum(1)
+                self.read[sequence][inside] += mass * self._is_moved[sequence]
         # Sequences attend one after the other: the last one ends the layer for all.
         if layer_id == self._stop and sequence == len(self.read) - 1:
             raise StopPass
 
 
+def _pieces(request: DeviationProbe) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Of each piece the positions that run, that it sees of the pool, and that are compared: [n]
+    int64, CPU, ascending."""
+    moved = positions_in(request.chunks)
+    is_gap = np.ones(request.end, dtype=np.bool_)
+    is_gap[: request.start] = is_gap[moved.numpy()] = False
+    compared = moved if request.candidates is None else request.candidates
+    for piece in torch.split(compared, PIECE_TOKENS) if len(compared) else ():
+        # Gaps before the piece run with it once more: a pass that writes nothing
+        # has left no KV for them.
+        is_run = is_gap.copy()
+        is_run[piece.numpy()] = True
+        # Attention is causal, so what is behind the piece is neither run nor seen.
+        end = request.end if piece[-1] == compared[-1] else int(piece[-1]) + 1
+        run, seen = (np.flatnonzero(part[:end]) for part in (is_run, ~is_run))
+        yield torch.from_numpy(run), torch.from_numpy(seen), piece
+
+
 def _measure_piece(
-    runner: Any, request: DeviationProbe, start: int, end: int, deviation: Tensor
+    runner: Any, request: DeviationProbe, run: Tensor, seen: Tensor, moved: Tensor, found: Tensor
 ) -> None:
-    """Add the deviation of the region's positions `[start, end)`."""
-    is_moved = torch.zeros(request.end, dtype=torch.bool)
-    for first, last in request.chunks:
-        is_moved[first:last] = True
-    is_compared = is_moved
-    if request.candidates is not None:
-        is_compared = torch.zeros_like(is_moved)
-        is_compared[request.candidates] = True
-    moved = is_compared[start:end].nonzero().flatten() + start
-    if not len(moved):
-        return
-    # Gaps before the piece run with it once more: a pass that writes nothing
-    # has left no KV for them.
-    is_run = ~is_moved
-    is_run[: request.start] = False
-    is_run[moved] = True
-    # Attention is causal, so what is behind the piece is neither run nor seen.
-    run, seen = (part[:end].nonzero().flatten() for part in (is_run, ~is_run))
+    """Put the deviation of the positions `moved`, which are among `run`, into `found`."""
     seen_slots, moved_slots = (
         request.slots[upload(part, request.slots.device)] for part in (seen, moved)
     )
@@ -279,7 +284,7 @@ def _measure_piece(
         request.token_ids[run - request.start], SparseRequest(run, seen_slots, seen)
     )
     run_pass(runner, [sequence], observer=observer)
-    deviation[upload(moved, runner.device)] = observer.deviation
+    found[upload(moved, runner.device)] = observer.deviation
 
 
 class _DeviationObserver(Observer):
@@ -309,7 +314,7 @@ class _ScoreObserver(Observer):
         self._last_layer = runner.token_to_kv_pool.layer_num - 1
         self._chunks = chunks
         # The head, and text between chunks.
-        rest = [_owners(c.prefix, c.start).sum(1) == 0 for c in chunks]
+        rest = [_owners(c.prefix, c.start) == len(c.prefix) for c in chunks]
         self._rest = [upload(each.nonzero()[:, 0], runner.device) for each in rest]
         self.sums = [
             torch.zeros(len(c.token_ids), 3 + len(c.prefix), device=runner.device) for c in chunks
@@ -357,15 +362,8 @@ def _own_logits(queries: Tensor, keys: Tensor, scale: float) -> Tensor:
 
 
 def _owners(spans: Sequence[tuple[int, int]], length: int) -> Tensor:
-    """[length, num_spans] float32: 1 where a position is in a span. Products with it are sums."""
-    owners = torch.zeros(length, len(spans))
-    for index, (start, end) in enumerate(spans):
-        owners[start:end, index] = 1
+    """[length] int64, CPU: the index of the span that a position is in, `len(spans)` of none."""
+    owners = torch.full((length,), len(spans))
+    lens = torch.tensor([end - start for start, end in spans], dtype=torch.int64)
+    owners[positions_in(spans)] = torch.arange(len(spans)).repeat_interleave(lens)
     return owners
-
-
-def _on_host(sums: Sequence[Tensor]) -> list[Tensor]:
-    """Views of one tensor on the CPU: each copy of its own would wait for the device."""
-    flat = torch.cat([part.flatten() for part in sums]).cpu()
-    parts = torch.split(flat, [part.numel() for part in sums])
-    return [part.reshape(shaped.shape) for part, shaped in zip(parts, sums, strict=True)]

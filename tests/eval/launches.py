@@ -44,10 +44,6 @@ class Launches(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 storage = each.untyped_storage()
                 self._device[storage._cdata] = storage
 
-    def untag(self, tensors: Any) -> None:
-        for each in tree_leaves(tensors):
-            self._device.pop(each.untyped_storage()._cdata, None)
-
     def add(self, name: str) -> None:
         """A launch, unless another one is counted that contains it."""
         if not self._inside:
@@ -135,6 +131,7 @@ def count(
     from sglang_chunkcache.attention import flashinfer as ours
     from sglang_chunkcache.attention import masked_layout, sparse_layout
     from sglang_chunkcache.fusion import measure, recompute
+    from sglang_chunkcache.fusion.selectors import base, critical
 
     pool = runner.token_to_kv_pool
     launches = Launches(slots, pool.k_buffer, pool.v_buffer, runner.req_to_token_pool.req_to_token)
@@ -151,18 +148,10 @@ def count(
         with launches.one("set_kv_buffer"):
             set_kv_buffer(*args, **kwargs)
 
-    def on_host(sums: Any) -> Any:
-        launches.add("cat")
-        with launches.one("copy to host"):
-            out = read(sums)
-        launches.untag(out)
-        return out
-
-    set_kv_buffer, read = pool.set_kv_buffer, measure._on_host
+    set_kv_buffer = pool.set_kv_buffer
     with patch.context() as patched, ExitStack() as entered:
-        for module in (ours, masked_layout, sparse_layout, measure, recompute):
+        for module in (ours, masked_layout, sparse_layout, measure, recompute, base, critical):
             patched.setattr(module, "upload", upload)
-        patched.setattr(measure, "_on_host", on_host)
         patched.setattr(pool, "set_kv_buffer", write)
         if flashinfer is not None:
             wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper

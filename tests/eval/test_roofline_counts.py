@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from eval.machines import LAYER_LAUNCHES
-from eval.roofline.build import BUILT, RECOMPUTE_LAUNCHES
+from eval.roofline.build import BUILT, CHOICE_LAUNCHES, RECOMPUTE_LAUNCHES
+from radix_ext import ChunkId, FusionRequest
 from radix_ext.sources import DeviceCopy
 from sglang_chunkcache.attention.base import HeadShape
 from sglang_chunkcache.attention.flashinfer import FlashInferSparse
@@ -29,6 +30,8 @@ from sglang_chunkcache.fusion.move import Tail
 from sglang_chunkcache.fusion.moving import Mover
 from sglang_chunkcache.fusion.recompute import run_pass
 from sglang_chunkcache.fusion.relocate import KeyTurn, RotaryTable, rotary_of
+from sglang_chunkcache.fusion.selectors import critical
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk
 from sglang_chunkcache.scheduler.node import joined
 from sglang_chunkcache.scheduler.pricing import Pricing
 from tests import models
@@ -113,7 +116,6 @@ def test_question(bench: Bench) -> None:
     last = replace(probe, layers=range(NUM_LAYERS - 1, NUM_LAYERS))
     deeper = bench.count(lambda _: question_evidence(bench.runner, [last]))
     assert deeper.total() - launches.total() == BUILT.question_launches
-    assert launches.by_layer[OUTSIDE]["copy to host"] == BUILT.evidence_waits / 2
     names = deeper.by_layer[READ_LAYER]
     # read and written by each; attention reads once more
     assert names["index"] + names["cat"] + 1 == BUILT.question_reads
@@ -123,13 +125,30 @@ def test_question(bench: Bench) -> None:
 def test_piece_of_deviation(bench: Bench) -> None:
     probe = DeviationProbe(IDS, bench.slots, CHUNKS, 2, torch.arange(0, NUM_TOKENS, 3))
     one = bench.count(lambda _: deviation_evidence(bench.runner, [probe]))
-    bench.patch.setattr(measure, "PIECE_TOKENS", NUM_TOKENS // 2)
+    bench.patch.setattr(measure, "PIECE_TOKENS", NUM_TOKENS // 4)
     two = bench.count(lambda _: deviation_evidence(bench.runner, [probe]))
     assert two.total() - one.total() == BUILT.piece_launches
-    # once a batch, as the question's
-    assert two.by_layer[OUTSIDE]["copy to host"] == BUILT.evidence_waits / 2
     names = one.by_layer[0]
     assert names["index"] + names["cat"] + 1 == BUILT.piece_reads
+
+
+@pytest.mark.parametrize("num_chunks", [1, 100])
+def test_choice(bench: Bench, num_chunks: int) -> None:
+    """Of chunks that have been measured; at any length."""
+    chunks = [
+        MovedChunk(ChunkId(str(at)), 9 * at, 9, (), (), None, outward=torch.rand(9))
+        for at in range(num_chunks)
+    ]
+    question, deviation = torch.rand(2, 9 * num_chunks)
+    seen = Evidence(question, deviation=deviation)
+    request = FusionRequest("critical", 0.15)
+
+    def run(launches: Launches) -> None:
+        launches.tag([question, deviation])
+        critical.SELECTOR.candidates(chunks, request, seen)
+        critical.SELECTOR.select(chunks, request, seen)
+
+    assert bench.count(run).total() == CHOICE_LAUNCHES
 
 
 def test_copy_within_the_device(bench: Bench) -> None:

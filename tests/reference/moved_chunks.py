@@ -48,8 +48,11 @@ def as_lists(selection: Selection) -> list[list[int]]:
 
 
 def by_chunk(chunks: Sequence[MovedChunk], tokens: Tensor | None) -> list[list[int]]:
-    """Tokens as of `Selection`, as offsets."""
+    """Tokens as of `Selection`, or marked as of `Selector.candidates`, as offsets."""
     assert tokens is not None
+    if tokens.dtype is torch.bool:
+        assert len(tokens) == sum(chunk.num_tokens for chunk in chunks)
+        tokens = tokens.nonzero()[:, 0]
     lens = tuple(chunk.num_tokens for chunk in chunks)
     return as_lists(Selection(tokens, lens, (None,) * len(lens)))
 

@@ -312,7 +312,7 @@ def test_operands_on_two_devices_raise(rig: Rig) -> None:
 
 
 EVIDENCE = {"none": 0, "first": 0, "context": 0, "query": 1, "deviation": 1, "critical": 2}
-"""How often a batch reads back what its selector chooses by."""
+"""How often a batch reads back which tokens are compared, or computed."""
 COPIES: dict[str | None, int] = {None: 0, "fa2": 1, "fa3": 1}
 """Of FlashInfer's own in such a batch, from pageable memory: one a launch."""
 
@@ -320,7 +320,7 @@ COPIES: dict[str | None, int] = {None: 0, "fa2": 1, "fa3": 1}
 def waits_of(selector: str, kernel: str | None = None) -> dict[str, int]:
     """Of one batch, from match to release."""
     waits = {
-        "fusion/measure.py _on_host": EVIDENCE.get(selector, 0),
+        "fusion/choosing.py _on_host": EVIDENCE.get(selector, 0),
         # the plan before, whose copies have left its buffer: long ago, but in a crowd
         "attention/flashinfer.py FlashInferSparse.plan": int(kernel is not None),
         "FlashInfer _copy_kv_lens": COPIES[kernel],

@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import ClassVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from radix_ext import ChunkId, FusionRequest, Need
@@ -62,7 +64,8 @@ class MovedChunk:
 
 @dataclass(frozen=True, eq=False)
 class Evidence:
-    """Measured on this request, float32. None: not asked for, or not available."""
+    """Measured on this request, float32, on the model's device. None: not asked for, or not
+    available."""
 
     question: Tensor | None = None
     """[end] by prompt position: attention mass from the question in the layers that the request
@@ -85,8 +88,9 @@ class Selection:
     """
 
     tokens: Tensor
-    """[num_critical] int64, ascending, unique, among all chunks' tokens, chunk after chunk. As many
-    as its shape says, so a device need not be asked."""
+    """[k] int64, among all chunks' tokens, chunk after chunk, ascending and unique; any device. A
+    number from sum(`lens`) on, wherever it stands, is no token: `k` is known without asking a
+    device how many are chosen."""
     lens: tuple[int, ...]
     """Of the chunks, in tokens."""
     cfo: tuple[float | None, ...]
@@ -102,35 +106,61 @@ class Selection:
         cfo: Sequence[float | None] | None = None,
         fallbacks: tuple[Fallback, ...] = (),
     ) -> Selection:
-        """Chunk by chunk. offsets: each [num_critical] int64 on the CPU, ascending, unique, from
-        the chunk's first token."""
+        """Chunk by chunk. offsets: each [num_chosen] int64 on the CPU, ascending, unique, from the
+        chunk's first token."""
         lens = tuple(chunk.num_tokens for chunk in chunks)
         sizes = torch.tensor([len(each) for each in offsets], dtype=torch.int64)
         begins = _begins(lens).repeat_interleave(sizes)
         tokens = torch.cat([torch.empty(0, dtype=torch.int64), *offsets]) + begins
         return cls(tokens, lens, (None,) * len(lens) if cfo is None else tuple(cfo), fallbacks)
 
+    @classmethod
+    def leading(
+        cls,
+        chunks: Sequence[MovedChunk],
+        counts: Sequence[int],
+        fallbacks: tuple[Fallback, ...] = (),
+    ) -> Selection:
+        """So many first tokens of each chunk."""
+        lens = tuple(chunk.num_tokens for chunk in chunks)
+        begins = _begins(lens).tolist()
+        spans = [(at, at + num) for at, num in zip(begins, counts, strict=True)]
+        return cls(positions_in(spans), lens, (None,) * len(lens), fallbacks)
+
+    @property
+    def chosen(self) -> Tensor:
+        """[num_chosen] int64, CPU: `tokens` that are some. Waits for their device."""
+        tokens = self.tokens.cpu()
+        return tokens[tokens < sum(self.lens)]
+
     @property
     def offsets(self) -> tuple[Tensor, ...]:
-        """As `of` takes them. Their sizes are waited for, where the tokens are on a device."""
+        """As `of` takes them. Waits as `chosen`."""
         if not self.lens:
             return ()
-        tokens, begins = self.tokens.cpu(), _begins(self.lens)
+        tokens, begins = self.chosen, _begins(self.lens)
         parts = tokens.tensor_split(torch.searchsorted(tokens, begins[1:]))
         return tuple(part - begin for part, begin in zip(parts, begins, strict=True))
 
     def owners(self) -> Tensor:
-        """[num_critical] int64, on the device of the tokens: the index of each one's chunk."""
+        """[k] int64, on the device of the tokens: the index of each one's chunk; the number of
+        chunks for what is no token."""
         ends = _begins(self.lens) + torch.tensor(self.lens, dtype=torch.int64)
         return torch.searchsorted(upload(ends, self.tokens.device), self.tokens, right=True)
 
 
 def positions_of(chunks: Sequence[MovedChunk], device: torch.device | str = "cpu") -> Tensor:
     """[sum of the chunks' tokens] int64: the prompt position of each, chunk after chunk."""
-    lens = tuple(chunk.num_tokens for chunk in chunks)
-    shifts = torch.tensor([chunk.start for chunk in chunks], dtype=torch.int64) - _begins(lens)
-    counts = torch.tensor(lens, dtype=torch.int64)
-    return upload(shifts.repeat_interleave(counts) + torch.arange(sum(lens)), device)
+    return positions_in([(each.start, each.start + each.num_tokens) for each in chunks], device)
+
+
+def positions_in(spans: Sequence[tuple[int, int]], device: torch.device | str = "cpu") -> Tensor:
+    """[sum of their lengths] int64: what lies in `[start, end)` of each, span after span."""
+    bounds = np.array(spans, dtype=np.int64).reshape(-1, 2)
+    lens = bounds[:, 1] - bounds[:, 0]
+    index: NDArray[np.int64] = np.repeat(bounds[:, 0] - (lens.cumsum() - lens), lens)
+    index += np.arange(len(index))
+    return upload(torch.from_numpy(index), device)  # on a device it would take five launches
 
 
 class Selector(ABC):
@@ -144,8 +174,8 @@ class Selector(ABC):
     def candidates(
         self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
     ) -> Tensor | None:
-        """The tokens whose deviation is measured, as `Selection.tokens`, by evidence that has none
-        yet; None: all."""
+        """[sum of the chunks' tokens] bool, any device: whose deviation is measured, by evidence
+        that has none yet; None: all."""
         return None
 
     def makes_variants(self, request: FusionRequest) -> bool:

@@ -16,13 +16,15 @@ of them are.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from radix_ext import FusionRequest, Need
 from radix_ext.fusion_request import proposed_share
-from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk
+from sglang_chunkcache.attention.upload import upload
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, positions_in
 from sglang_chunkcache.fusion.selectors.deviation import LargestDeviation
 from sglang_chunkcache.fusion.selectors.top_k import highest, jointly_highest, num_critical
 
@@ -38,26 +40,27 @@ class Critical(LargestDeviation):
     ) -> Tensor:
         """Without evidence from the question, by the context alone."""
         by_context, by_question = proposed_share(request)
-        proposed = _outward(chunks, by_context)
-        if evidence.question is not None:
-            asked = jointly_highest(evidence.question, chunks, by_question)
-            proposed = proposed.to(asked.device)
-            proposed[asked] = True
-        return proposed.nonzero()[:, 0]
+        question = evidence.question
+        proposed = _outward(chunks, by_context, "cpu" if question is None else question.device)
+        if question is not None:
+            proposed.index_fill_(0, jointly_highest(question, chunks, by_question), True)
+        return proposed
 
 
-def _outward(chunks: Sequence[MovedChunk], share: float) -> Tensor:
-    """[sum of the chunks' tokens] bool, CPU: those that attended most to what was before their
-    chunk, over all scored chunks together."""
-    known = [chunk.outward for chunk in chunks if chunk.outward is not None]
+def _outward(chunks: Sequence[MovedChunk], share: float, device: torch.device | str) -> Tensor:
+    """[sum of the chunks' tokens] bool: those that attended most to what was before their chunk,
+    over all scored chunks together."""
+    ends = accumulate(chunk.num_tokens for chunk in chunks)
+    known = [(c.outward, end) for c, end in zip(chunks, ends, strict=True) if c.outward is not None]
     # Computed before the calibration, or by a captured graph: all its tokens are compared.
-    is_unknown = torch.tensor([chunk.outward is None for chunk in chunks], dtype=torch.bool)
-    lens = torch.tensor([chunk.num_tokens for chunk in chunks], dtype=torch.int64)
-    chosen = is_unknown.repeat_interleave(lens)
+    chosen = torch.ones(sum(c.num_tokens for c in chunks), dtype=torch.bool, device=device)
     if known:
-        places = (~chosen).nonzero()[:, 0]
+        places = positions_in([(end - len(each), end) for each, end in known], device)
+        chosen.index_fill_(0, places, False)
         # One share of all: a chunk that looked back more is compared more.
-        chosen[places[highest(torch.cat(known), num_critical(share, len(places)))]] = True
+        looks = upload(torch.cat([each for each, _ in known]), device)
+        best = highest(looks, num_critical(share, len(places)))
+        chosen.index_fill_(0, places[best], True)
     return chosen
 
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from radix_ext import FusionRequest
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
-from sglang_chunkcache.fusion.selectors.top_k import leading
+from sglang_chunkcache.fusion.selectors.top_k import num_critical
 
 
 class FirstTokens(Selector):
@@ -23,13 +21,13 @@ class FirstTokens(Selector):
         """The other selectors fall back to this, chunk by chunk,
         where their scores or evidence are missing."""
         fixed = request.tokens
-        offsets = tuple(
-            leading(request.ratio, chunk.num_tokens)
+        counts = [
+            num_critical(request.ratio, chunk.num_tokens)
             if fixed is None
-            else torch.arange(min(fixed, chunk.num_tokens))
+            else min(fixed, chunk.num_tokens)
             for chunk in chunks
-        )
-        return Selection.of(chunks, offsets)
+        ]
+        return Selection.leading(chunks, counts)
 
 
 SELECTOR = FirstTokens()

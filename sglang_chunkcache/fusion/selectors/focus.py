@@ -9,11 +9,11 @@ layers 1 to L*, and with it fresher KV for them there; it needs a pass whose row
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import replace
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from sglang_chunkcache.attention.upload import upload
 from sglang_chunkcache.fusion.selectors.base import Selection
@@ -22,7 +22,7 @@ WINDOW = 3
 """Layers that must agree: the paper's w, for which it gives no figure."""
 
 
-def focused_chunks(by_layer: Tensor, *, window: int = WINDOW) -> frozenset[int]:
+def focused_chunks(by_layer: Tensor, *, window: int = WINDOW) -> Tensor:
     """Cumulate each chunk's mass over the layers, split high from low in each layer, stop when the
     split is stable.
 
@@ -41,33 +41,42 @@ def focused_chunks(by_layer: Tensor, *, window: int = WINDOW) -> frozenset[int]:
             `Evidence.question_by_layer`.
         window: w, consecutive layers that must agree, at least 1.
     Returns:
-        Indices of the focused chunks.
+        [num_chunks] bool, on the device of the masses: whether it is focused. No synchronisation.
     """
-    previous, agreeing = None, 0
-    for sums in by_layer.cpu().double().cumsum(0):
-        high = _high_chunks(sums)
-        agreeing = agreeing + 1 if high == previous else 1
-        if agreeing == window:
-            return high
-        previous = high
-    return frozenset(range(by_layer.shape[1]))
+    high = _high_chunks(by_layer.double().cumsum(0))
+    num_agreeing = len(high) - window + 1
+    if num_agreeing < 1:
+        return torch.ones_like(high.new_empty(high.shape[1]))
+    # Of each layer whether it and the `window` - 1 after it have one set; the last row is for none.
+    agree = (high.unfold(0, window, 1) == high[:num_agreeing, :, None]).all(2).all(1)
+    first = _num_leading(~agree)
+    return torch.cat([high[:num_agreeing], torch.ones_like(high[:1])]).index_select(0, first)[0]
 
 
-def spare_unfocused(selection: Selection, focused: Collection[int]) -> Selection:
-    """The selection without the tokens of chunks that are not in `focused` (indices into the
-    selection)."""
-    is_focused = torch.tensor([index in focused for index in range(len(selection.lens))])
-    is_kept = upload(is_focused, selection.tokens.device)[selection.owners()]
-    return replace(selection, tokens=selection.tokens[is_kept])
+def spare_unfocused(selection: Selection, focused: Tensor) -> Selection:
+    """The selection, on the device of `focused` ([its chunks] bool), without the tokens of chunks
+    that are not."""
+    here = replace(selection, tokens=upload(selection.tokens, focused.device))
+    is_kept = pad(focused, (0, 1))[here.owners()]
+    return replace(here, tokens=torch.where(is_kept, here.tokens, sum(here.lens)))
 
 
-def _high_chunks(sums: Tensor) -> frozenset[int]:
-    values, order = sums.sort(descending=True, stable=True)
-    gaps = values[:-1] - values[1:]
-    total = gaps.sum()
-    if len(sums) < 3 or not total > 0:
-        return frozenset(range(len(sums)))
+def _high_chunks(sums: Tensor) -> Tensor:
+    """[num_layers, num_chunks] bool."""
+    num_chunks = sums.shape[1]
+    values, order = sums.sort(dim=1, descending=True, stable=True)
+    if num_chunks < 3:
+        return torch.ones_like(values, dtype=torch.bool)
+    gaps = values[:, :-1] - values[:, 1:]
+    total = gaps.sum(1, keepdim=True)
     # h_{i+1} - h_i = -p_{i+1} log p_{i+1}, for i from 1
-    growth = torch.special.entr(gaps / total)[1:]
-    split = int((growth == growth.max()).nonzero()[0]) + 1  # argmax promises no order among equals
-    return frozenset(order[:split].tolist())
+    growth = torch.special.entr(gaps / total)[:, 1:]
+    is_lower = growth != growth.max(1, keepdim=True).values
+    split = _num_leading(is_lower, dim=1) + 1  # argmax promises no order among equals
+    is_high = torch.arange(num_chunks, device=sums.device) < split
+    return torch.zeros_like(is_high).scatter(1, order, is_high | ~(total > 0))
+
+
+def _num_leading(flags: Tensor, dim: int = 0) -> Tensor:
+    """How many of them are set before the first that is not; the dimension is kept, as of 1."""
+    return flags.long().cumprod(dim).sum(dim, keepdim=True)

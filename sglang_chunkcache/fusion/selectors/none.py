@@ -5,8 +5,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from radix_ext import FusionRequest
 from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, Selector
 
@@ -20,7 +18,7 @@ class NoTokens(Selector):
         self, chunks: Sequence[MovedChunk], request: FusionRequest, evidence: Evidence
     ) -> Selection:
         """Nothing, at ratio 1 too."""
-        return Selection.of(chunks, [torch.arange(0)] * len(chunks))
+        return Selection.leading(chunks, [0] * len(chunks))
 
 
 SELECTOR = NoTokens()

@@ -38,8 +38,7 @@ def highest(scores: Tensor, k: int) -> Tensor:
     Returns:
         [k] int64, on the device of the scores; no synchronisation.
     """
-    # A stable sort, not topk: topk breaks ties differently from device to device.
-    return scores.sort(descending=True, stable=True).indices[:k].sort().values
+    return _descending(scores)[:k].sort().values
 
 
 def jointly_highest(
@@ -54,7 +53,8 @@ def jointly_highest(
         ratio: share of the tokens of all chunks together.
         above: only those with higher scores, `MIN_AUTO` of the tokens at least.
     Returns:
-        As `Selection.tokens`, on the device of the scores.
+        [ceil(ratio * all)] as `Selection.tokens`, on the device of the scores; no synchronisation.
+        What `above` leaves out is no token.
     Raises:
         ValueError: the scores end before a chunk does.
     """
@@ -64,10 +64,13 @@ def jointly_highest(
     # Chunk after chunk, so that ties go to the chunk named first.
     moved = scores[positions_of(chunks, scores.device)]
     k = num_critical(ratio, len(moved))
-    if above is not None:
-        # Not `moved > above`: NaN counts as above it.
-        k = min(k, max(num_critical(MIN_AUTO, len(moved)), int((~(moved <= above)).sum())))
-    return highest(moved, k)
+    if above is None:
+        return highest(moved, k)
+    # Not `moved > above`: NaN counts as above it.
+    num_above = (~(moved <= above)).sum().clamp(min=num_critical(MIN_AUTO, len(moved)))
+    best = _descending(moved)[:k]
+    is_above = torch.arange(k, device=best.device) < num_above
+    return torch.where(is_above, best, len(moved)).sort().values
 
 
 def jointly_chosen(
@@ -75,7 +78,12 @@ def jointly_chosen(
 ) -> Selection:
     """`jointly_highest` as the request has it. Without scores as the selector `first`, and why."""
     if scores is None:
-        offsets = tuple(leading(request.ratio, chunk.num_tokens) for chunk in chunks)
-        return Selection.of(chunks, offsets, fallbacks=(missing,))
+        counts = [num_critical(request.ratio, chunk.num_tokens) for chunk in chunks]
+        return Selection.leading(chunks, counts, (missing,))
     tokens = jointly_highest(scores, chunks, request.ratio, above=request.above)
     return Selection(tokens, tuple(chunk.num_tokens for chunk in chunks), (None,) * len(chunks))
+
+
+def _descending(scores: Tensor) -> Tensor:
+    # A stable sort, not topk: topk breaks ties differently from device to device.
+    return scores.sort(descending=True, stable=True).indices

@@ -166,7 +166,8 @@ def test_requests_of_a_batch_do_not_mix(scene: Scene) -> None:
 
 
 def test_focus_spares_the_other_chunks(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(focus, "focused_chunks", lambda by_layer, window: {1, 3})
+    is_focused = torch.tensor([False, True, False, True])
+    monkeypatch.setattr(focus, "focused_chunks", lambda by_layer, window: is_focused)
     move = scene.run(asked("first", 0.5, focus="spare"))
     assert move.focused == [SPANS.index("B"), SPANS.index("E")]
     chosen = {}

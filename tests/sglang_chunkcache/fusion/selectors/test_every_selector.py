@@ -24,6 +24,7 @@ from sglang_chunkcache.fusion.selectors.base import (
     Selection,
     Selector,
 )
+from sglang_chunkcache.fusion.selectors.focus import focused_chunks, spare_unfocused
 from sglang_chunkcache.own_selectors import own_selectors
 from tests.examples import examples
 from tests.reference.moved_chunks import as_lists, cases, make_chunk, make_scores
@@ -122,6 +123,30 @@ def test_a_longer_prompt_takes_no_more_operations(name: str) -> None:
 
     torch.manual_seed(0)
     assert count(2000) == count(20)
+
+
+@pytest.mark.parametrize("above", [None, 0.5])
+@pytest.mark.parametrize("name", OURS_AND_EVALS)
+def test_a_device_is_not_asked(name: str, above: float | None) -> None:
+    """How many tokens there are is known without what is chosen: torch's meta device has nothing to
+    tell."""
+    scores = make_scores([0.5], [4], context=[0.0] * 20, received=[0.0] * 20)
+    chunks = [
+        make_chunk(letter, 20 * i, 20, old="x", scores=scores, outward=[0.0] * 20 if i else None)
+        for i, letter in enumerate("abc")
+    ]
+    evidence = Evidence(torch.rand(60), deviation=torch.rand(60))
+    question, by_layer, deviation = (
+        torch.empty(shape, device="meta") for shape in ((60,), (9, 3), (60,))
+    )
+    on_meta = Evidence(question, deviation=deviation)
+    request = replace(make_request(name, 0.3), above=above)
+    named = get(name).candidates(chunks, request, on_meta)
+    assert named is None or named.shape == (60,)
+    selection = get(name).select(chunks, request, on_meta)
+    assert selection.tokens.shape == get(name).select(chunks, request, evidence).tokens.shape
+    spared = spare_unfocused(selection, focused_chunks(by_layer))
+    assert (spared.tokens.device.type, spared.tokens.shape) == ("meta", selection.tokens.shape)
 
 
 @pytest.mark.parametrize("name", BY_RATIO)

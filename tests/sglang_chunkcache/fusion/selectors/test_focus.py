@@ -11,12 +11,13 @@ from sglang_chunkcache.fusion.selectors.base import Selection
 from sglang_chunkcache.fusion.selectors.focus import focused_chunks, spare_unfocused
 from sglang_chunkcache.wire.report import Fallback
 from tests.examples import examples
+from tests.reference import listed_choice
 from tests.reference.moved_chunks import make_chunk
 from tests.reference.naive_selectors import predict_focused
 
 
 def focused(*layers: list[float], window: int = 1) -> set[int]:
-    return set(focused_chunks(torch.tensor(layers), window=window))
+    return {*focused_chunks(torch.tensor(layers), window=window).nonzero()[:, 0].tolist()}
 
 
 def test_split_by_hand() -> None:
@@ -42,7 +43,7 @@ def test_spare_unfocused_empties_the_others() -> None:
     offsets = tuple(torch.tensor([0, n]) for n in (1, 2, 3))
     chunks = [make_chunk(name, 0, 4) for name in "abc"]
     selection = Selection.of(chunks, offsets, (0.5, None, 1.0), (Fallback.UNSCORED,))
-    spared = spare_unfocused(selection, {0, 2})
+    spared = spare_unfocused(selection, torch.tensor([True, False, True]))
     assert [each.tolist() for each in spared.offsets] == [[0, 1], [], [0, 3]]
     assert spared.offsets[1].dtype == torch.int64
     assert (spared.cfo, spared.fallbacks) == (selection.cfo, selection.fallbacks)
@@ -64,3 +65,19 @@ def test_equals_the_papers_lines(layers: list[list[int]], window: int) -> None:
     expected, _ = predict_focused(layers, window) or (set(range(len(layers[0]))), None)
     masses = [[float(mass) for mass in layer] for layer in layers]
     assert focused(*masses, window=window) == expected
+
+
+@given(
+    layers=st.integers(1, 6).flatmap(
+        lambda k: st.lists(
+            st.lists(st.sampled_from([0.0, 0.5, 1.0, 3.0, float("nan")]), min_size=k, max_size=k),
+            min_size=1,
+            max_size=6,
+        )
+    ),
+    window=st.integers(1, 4),
+)
+@settings(max_examples=examples(300))
+def test_equals_that_layer_by_layer(layers: list[list[float]], window: int) -> None:
+    expected = listed_choice.focused_chunks(torch.tensor(layers), window)
+    assert focused(*layers, window=window) == expected

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from radix_ext.fusion_request import MIN_AUTO
 from sglang_chunkcache.fusion.selectors import get
-from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, positions_of
+from sglang_chunkcache.fusion.selectors.base import Evidence, MovedChunk, Selection, positions_of
 from sglang_chunkcache.fusion.selectors.top_k import jointly_highest, leading, num_critical
 from tests.reference import listed_choice
 from tests.reference.moved_chunks import as_lists, by_chunk, cases, make_chunk
@@ -113,7 +113,9 @@ def test_choice_equals_that_by_lists(
     tokens = jointly_highest(scores, chunks, ratio, above=above)
     expected = listed_choice.jointly_highest(scores, chunks, ratio, above=above)
     assert by_chunk(chunks, tokens) == [each.tolist() for each in expected]
-    positions = positions_of(chunks)[tokens].tolist()
+    assert len(tokens) == num_critical(ratio, sum(chunk.num_tokens for chunk in chunks))
+    selection = Selection(tokens, tuple(chunk.num_tokens for chunk in chunks), (None,))
+    positions = positions_of(chunks)[selection.chosen].tolist()
     assert positions == listed_choice.positions_of(chunks, expected)
     request, evidence = make_request("critical", ratio), Evidence(question=scores)
     compared = by_chunk(chunks, get("critical").candidates(chunks, request, evidence))
