@@ -123,6 +123,10 @@ class Chooser:
             )
             for i in deviating
         ]
+        for i, each in zip(deviating, named, strict=True):
+            if each is not None and each.dtype is not torch.bool:  # the server's owner's, perhaps
+                selector = moves[i].fusion.selector
+                raise ValueError(f"candidates of {selector}: expected bool, got {each.dtype}")
         told = iter(_on_host([each for each in named if each is not None]))
         probes = [
             _deviation_probe(

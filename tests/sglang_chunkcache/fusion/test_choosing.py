@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from radix_ext import FusionRequest, Need
+from radix_ext import ChunkId, FusionRequest, Need
 from radix_ext.moved_plan import Piece, ReusePlan
 from radix_ext.sources import CopyFacts, DeviceCopy
 from sglang_chunkcache.config import SELECTORS, ChunkCacheConfig
@@ -25,7 +25,7 @@ from sglang_chunkcache.fusion import choosing, selectors
 from sglang_chunkcache.fusion.choosing import Chooser
 from sglang_chunkcache.fusion.measure import DeviationProbe, QuestionProbe
 from sglang_chunkcache.fusion.move import Move
-from sglang_chunkcache.fusion.selectors import focus
+from sglang_chunkcache.fusion.selectors import critical, focus
 from sglang_chunkcache.fusion.selectors.base import Evidence
 from sglang_chunkcache.own_selectors import own_selectors
 from tests.examples import examples
@@ -37,6 +37,14 @@ pytestmark = pytest.mark.engine
 CONFIG = ChunkCacheConfig(reuse="fused", selectors="eval.selectors")
 OURS_AND_EVALS = (*SELECTORS, *own_selectors(CONFIG.selectors))
 NUM_LAYERS, FAR = 4, 1000
+
+
+def make_chooser() -> Chooser:
+    """Of a model that measures nothing itself."""
+    pool = SimpleNamespace(layer_num=NUM_LAYERS)
+    runner: Any = SimpleNamespace(device="cpu", token_to_kv_pool=pool)
+    pricing: Any = SimpleNamespace(timed=lambda *_: nullcontext())
+    return Chooser(runner, CONFIG, pricing)
 
 
 def asked(name: str) -> st.SearchStrategy[FusionRequest]:
@@ -136,17 +144,26 @@ def test_choice_equals_that_by_lists(name: str, data: st.DataObject) -> None:
         pairs = zip(told, probes, strict=True)
         return [only(e, slice(None) if p.candidates is None else p.candidates) for e, p in pairs]
 
-    runner: Any = SimpleNamespace(
-        device="cpu", token_to_kv_pool=SimpleNamespace(layer_num=NUM_LAYERS)
-    )
-    pricing: Any = SimpleNamespace(timed=lambda *_: nullcontext())
     moves = [move for move, _ in batch]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(choosing, "question_evidence", question)
         patch.setattr(choosing, "deviation_evidence", deviation)
-        found = Chooser(runner, CONFIG, pricing).choose(moves)
+        found = make_chooser().choose(moves)
     for (move, told), positions in zip(batch, found, strict=True):
         expected, focused = listed(move, told)
         assert (positions.tolist(), move.focused) == (expected, focused)
         num_gaps = sum(p.end - p.start for p in move.plan.pieces if p.source is None)
         assert move.recomputed_len == len(expected) - num_gaps
+
+
+def test_candidates_that_are_no_mask_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Joined with other requests' masks, numbers of tokens would mark others."""
+    source = DeviceCopy(CopyFacts(()), None)
+    plan = ReusePlan((Piece(0, 4, 0, source, ChunkId("a")),))
+    fusion = FusionRequest("critical", 0.5)
+    ids, nobody = array("q", range(4)), array("q")
+    move = Move(plan, fusion, torch.arange(4), ids, nobody, 4, row_index=lambda: 0)
+    numbers = torch.arange(2)
+    monkeypatch.setattr(critical.Critical, "candidates", lambda *_: numbers)
+    with pytest.raises(ValueError, match="candidates of critical: expected bool"):
+        make_chooser().choose([move])

@@ -216,6 +216,11 @@ def test_a_long_region_is_measured_in_pieces(runner: Any, monkeypatch: pytest.Mo
     torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-6)
     assert whole[PREFIX:22].min() > 0.1
     assert lens == [7, 7 + 5, 7 + 5, 4 + 5]
+    lens.clear()
+    some = torch.tensor([10, *range(12, 22, 2), *range(28, 40, 2)])
+    [pieces] = deviation_evidence(runner, [replace(probe, candidates=some)])
+    torch.testing.assert_close(pieces[some], whole[some], rtol=1e-4, atol=1e-6)
+    assert (int(pieces.count_nonzero()), lens) == (len(some), [7 + 5, 5 + 5])
 
 
 def test_deviation_at_a_depth_is_that_layers_difference(runner: Any) -> None:
