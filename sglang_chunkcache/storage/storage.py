@@ -98,7 +98,8 @@ class Storage:
     def stop(self) -> None:
         """Until `start` nothing is written or loaded."""
         self.naming.stop()
-        self._going_on.clear()  # for other weights
+        while self._going_on:  # for other weights
+            self._going_on.popleft().take_rest()
 
     def fill(self, loads: Iterable[Callable[[], bool]], seconds: float = START_S) -> None:
         """Do these loads, at a start, until one says False. Waits, so long at most."""

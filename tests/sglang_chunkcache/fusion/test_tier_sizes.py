@@ -122,11 +122,14 @@ def test_a_hint_brings_what_a_second_brings(disk: Disk, monkeypatch: pytest.Monk
 def test_other_weights_end_it(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
     """What goes on would be read as theirs."""
     rank = stored(disk, monkeypatch, gb_per_s=3.3)
-    rank.cache.arrived(fused(*CHUNKS))
+    req = fused(*CHUNKS)
+    rank.cache.arrived(req)
     rank.weights = 1
     rank.flush()
     disk.storage.gate.set()
     assert (disk.settle()["loaded"], in_store(rank)) == (5, 0)
+    asked: Any = state(req).loads
+    assert not asked.is_coming, "else nobody would wait for loads any more"
 
 
 def test_loads_hold_a_share_of_the_memory(disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
