@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import accumulate, combinations
 from math import inf
 from statistics import median
-from typing import Any
+from typing import Any, Protocol
 
 from radix_ext.chunk import ChunkId
 from radix_ext.variants import Variant
@@ -139,6 +139,35 @@ class LoadTimes:
         if not self._seen:
             return None
         return max(0.0, seconds - self._fixed) / self._each if self._each else inf
+
+
+class Transfer(Protocol):
+    """A load, or what comes before one: one after the other, by one clock."""
+
+    @property
+    def size(self) -> int: ...
+    @property
+    def is_done(self) -> bool: ...
+    @property
+    def ended(self) -> float: ...
+
+
+def sizes_to_last(
+    under_way: Iterable[Transfer], own: Collection[Transfer], left: Sequence[int]
+) -> list[int]:
+    """Bytes that are loaded, in this order, until all of one's `own` has come: none behind its last
+    one, unless more of it is `left` to be asked for."""
+    jobs = list(under_way)
+    while jobs and not left and jobs[-1] not in own:
+        jobs.pop()
+    return [*(job.size for job in jobs), *left]
+
+
+def came_at(jobs: Collection[Transfer]) -> float | None:
+    """When all of them had come. None: they have not."""
+    if not all(job.is_done for job in jobs):
+        return None
+    return max((job.ended for job in jobs), default=0.0)
 
 
 MAX_WAIT_S = 10.0  # also where nobody has measured yet what computing takes

@@ -51,7 +51,7 @@ MAX_KEPT_S = 0.002
 8B model takes 7 ms on an H100. By what loads take, over the same bus."""
 MAX_SCORED_S = 0.02
 """Of measuring chunks after one forward, for which the answers under way wait likewise: about 512
-tokens of an 8B model on an H100."""
+tokens of an 8B model on an H100, by FLOPs."""
 MAX_CAPTURED_TOKENS = 512
 """Of chunks that are stored after one forward where no load was measured."""
 MAX_WAITING_SAVES = 1024

@@ -23,7 +23,15 @@ from radix_ext.cfo import Prefix
 from radix_ext.chunk import extend_chain, root_chain
 from radix_ext.costs import Costs, Phase, Work, explores, extend_work
 from radix_ext.exact_chains import ChainPlace, ChainVariant
-from radix_ext.loading import WaitPolicy, load_in_order, loading_pays, pay_together, worth_loading
+from radix_ext.loading import (
+    WaitPolicy,
+    came_at,
+    load_in_order,
+    loading_pays,
+    pay_together,
+    sizes_to_last,
+    worth_loading,
+)
 from radix_ext.pool_slots import PoolSlots
 from radix_ext.sources import ChunkSources, Coming
 from radix_ext.variant_index import VariantIndex
@@ -42,7 +50,7 @@ class Stored(NamedTuple):
 class Transfer:
     """A load, or a write, of so many bytes."""
 
-    num_bytes: int
+    size: int
     done: Callable[[], None]
     is_done: bool = False
     ended: float = 0.0
@@ -64,9 +72,9 @@ class Disk:
 
     def begin(self, backlog: Backlog, job: Transfer) -> bool:
         """It is queued. False: too much waits."""
-        if not backlog.has_room(1, job.num_bytes):
+        if not backlog.has_room(1, job.size):
             return False
-        backlog.begin(job.num_bytes)
+        backlog.begin(job.size)
         self._queues[id(backlog)].append(job)
         return True
 
@@ -79,14 +87,14 @@ class Disk:
                 if backlog is None:
                     break
                 job = self._queues[id(backlog)].popleft()
-                self._at_work, self._end = (job, backlog), self.now + job.num_bytes / self._bytes_s
+                self._at_work, self._end = (job, backlog), self.now + job.size / self._bytes_s
             if self._end > until:
                 break
             (job, backlog), self._at_work = self._at_work, None
-            seconds = job.num_bytes / self._bytes_s
+            seconds = job.size / self._bytes_s
             self.now, self.busy_s, job.is_done = self._end, self.busy_s + seconds, True
             job.ended = self.now
-            backlog.end(job.num_bytes, seconds)
+            backlog.end(job.size, seconds)
             job.done()
         else:
             return self.now
@@ -195,10 +203,8 @@ class FusedDisk:
         if not has_come():
             if asked.variants and (saved := saved_s(asked.variants)) is not None:
                 asked.saved_s = saved
-            jobs = [job for job in self._under_way.values() if job is not None]
-            while jobs and not asked.left and jobs[-1] not in asked.jobs:
-                jobs.pop()
-            sizes = [*(job.num_bytes for job in jobs), *asked.left]
+            under_way = [job for job in self._under_way.values() if job is not None]
+            sizes = sizes_to_last(under_way, asked.jobs, asked.left)
             load_s = self.disk.loads.times.all_seconds(sizes)
             if wait_s := self._policy.seconds(load_s, asked.saved_s, now, partial(_came_at, asked)):
                 now = self.disk.advance(at + wait_s, has_come)
@@ -499,9 +505,7 @@ class FusedDisk:
 
 
 def _came_at(asked: Asked) -> float | None:
-    if asked.rest or not all(job.is_done for job in asked.jobs):
-        return None
-    return max((job.ended for job in asked.jobs), default=0.0)
+    return None if asked.rest else came_at(asked.jobs)
 
 
 def _chain_key(head: str, ids: Prefix) -> ChainId:

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict, deque
-from collections.abc import Collection, Iterable
+from collections import deque
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -19,7 +19,6 @@ from radix_ext.costs import explores
 from radix_ext.exact_growth import exact_gaps
 from radix_ext.moved_plan import Candidate, Limits, ReusePlan, make_plan, seconds_saved
 from radix_ext.sources import NOTHING, ChunkSources, Coming
-from radix_ext.variants import Variant
 from sglang_chunkcache import compat
 from sglang_chunkcache.fusion.fill import FusionPass
 from sglang_chunkcache.fusion.outcome import Outcome, outcome_of
@@ -104,22 +103,19 @@ class Planner:
         key: ChunkKey,
         spans: RequestSpans,
         result: MatchResult,
-        coming: Iterable[tuple[ChunkId, Variant]],
+        coming: Coming,
     ) -> float | None:
         """What these variants, in the store, would take off the time to the first token, by what
         else is there now. None: plans are not estimated."""
         assert spans.fusion is not None
         fusion = self._fusion_pass.calibration.resolve(spans.fusion)
         node, start = result.last_device_node, compat.num_matched(result)
-        found = defaultdict[ChunkId, list[Variant]](list)
-        for chunk, variant in coming:
-            found[chunk].append(variant)
 
         def plan(coming: Coming) -> ReusePlan:
             gaps = self._exact_gaps(key, spans, start, node, coming)
             return self._plan(req, key, fusion, start, gaps, coming)
 
-        return seconds_saved(plan(found), instead_of=plan(NOTHING))
+        return seconds_saved(plan(coming), instead_of=plan(NOTHING))
 
     def grows(self, node: TreeNode, plan: ReusePlan, spans: RequestSpans) -> None:
         """By the first gap of this plan, if it is a chunk before all that is moved."""

@@ -122,10 +122,11 @@ class Fuser:
         asked = state(req).loads
         if self.tier is None or asked is None or asked.until is not None or not asked.is_coming:
             return
+        if asked.is_looked_up:  # what else would come is not known
+            return
         with self.tier.storage.guard("the request may wait for too little"):
             saved_s = self.planner.saved_s(req, key, spans, result, asked.variants)
-            if saved_s is not None and not asked.is_looked_up:
-                asked.saved_s = saved_s
+            asked.saved_s = asked.saved_s if saved_s is None else saved_s
 
     def num_saved(self, req: Req) -> int:
         """Rows that its promise will not take, since others hold them: with one copy of a chunk."""

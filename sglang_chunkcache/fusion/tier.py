@@ -254,7 +254,7 @@ class StorageTier:
             pays = is_sooner or self._is_faster(missing, variant.blob.row)
             asked.is_skipped |= not pays
             if self.storage.tries(pays=pays):
-                asked.variants.append((missing.identity.chunk, variant))
+                asked.variants[missing.identity.chunk].append(variant)
                 found.append(self._load(missing.identity, variant, missing.num_tokens, asked))
         return all(found) if found else None
 

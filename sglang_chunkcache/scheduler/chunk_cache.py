@@ -63,7 +63,7 @@ class ChunkRadixCache(ChunkTree):
     of `WaitingLine`."""
 
     _nothing: MatchResult | None = None
-    """What nothing is looked up finds, for as many as wait in a round."""
+    """A match of no tokens, made once: of every request that is passed over in a round."""
 
     def __init__(
         self,

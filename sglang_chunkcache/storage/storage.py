@@ -189,7 +189,7 @@ class Storage:
         if not asked or self.ranks is not None:
             return False
         self.poll()
-        return self.waits.awaits(asked, (job for job in self.under_way.values() if job))
+        return self.waits.awaits(asked, [job for job in self.under_way.values() if job])
 
     def is_over(self, asked: Sequence[PendingLoads]) -> bool:
         """Whether a request that awaits these is to be looked at, as `Waits.is_over`."""

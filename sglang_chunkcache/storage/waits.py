@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
 from radix_ext import ChunkId
-from radix_ext.loading import LoadTimes, WaitPolicy
+from radix_ext.loading import LoadTimes, WaitPolicy, came_at, sizes_to_last
 from radix_ext.variants import Variant
 from sglang_chunkcache.storage.jobs import Load, Lookup
 
@@ -24,7 +25,7 @@ class PendingLoads:
     is_skipped: bool = False  # something was not loaded, since computing it is faster
     is_prefetch: bool = False  # the request may come. False: it is here
     tenant: tuple[str | None, ...] = ()  # whose it is: extra_key and cache_salt
-    variants: list[tuple[ChunkId, Variant]] = field(default_factory=list)
+    variants: defaultdict[ChunkId, list[Variant]] = field(default_factory=lambda: defaultdict(list))
     """What of chunks is to be moved, with what `goes_on` would load."""
     saved_s: float = 0.0
     """What its coming is estimated to save of the time to the first token, loading aside."""
@@ -57,7 +58,7 @@ class Waits:
         self.policy, self.times, self._clock = policy, times, clock
         self.num_late = self.num_left = 0
 
-    def awaits(self, asked: Iterable[PendingLoads], under_way: Iterable[Load]) -> bool:
+    def awaits(self, asked: Iterable[PendingLoads], under_way: Collection[Load]) -> bool:
         """Whether a request, which could be admitted, waits for what was asked for it. If not, it
         is `planned` next. `under_way`: all loads, in order."""
         parts = [each for each in asked if not each.is_planned]
@@ -71,8 +72,10 @@ class Waits:
             return False
         # what a lookup finds is loaded, too
         is_known = not any(each.is_looked_up for each in coming)
+        own = [job for each in coming for job in each.loads] if is_known else under_way
+        left = [size for each in coming for size in each.left]
         wait_s = self.policy.seconds(
-            self._load_s(coming, under_way, is_known=is_known),
+            self.times.all_seconds(sizes_to_last(under_way, own, left)),
             max(each.saved_s for each in coming),
             now,
             partial(_came_at, coming) if is_known else None,
@@ -85,17 +88,6 @@ class Waits:
         """Whether all has come that a request awaits, or its time is over."""
         until = max((each.until or 0.0 for each in asked), default=0.0)
         return self._clock() >= until or not any(each.is_coming for each in asked)
-
-    def _load_s(
-        self, asked: Sequence[PendingLoads], under_way: Iterable[Load], *, is_known: bool
-    ) -> float | None:
-        """Estimated until all has come that is known. None: nothing was loaded yet."""
-        jobs, own = list(under_way), [job for each in asked for job in each.loads]
-        left = [size for each in asked for size in each.left]
-        # one after the other: none behind its last one delays it
-        while jobs and is_known and not left and jobs[-1] not in own:
-            jobs.pop()
-        return self.times.all_seconds([*(job.size for job in jobs), *left])
 
     def planned(self, asked: PendingLoads | None) -> None:
         """The request is planned with what has come: the rest serves the next one."""
@@ -111,6 +103,5 @@ class Waits:
 
 
 def _came_at(asked: Sequence[PendingLoads]) -> float | None:
-    if any(each.is_coming for each in asked):
-        return None
-    return max((job.ended for each in asked for job in each.jobs), default=0.0)
+    is_left = any(each.goes_on for each in asked)
+    return None if is_left else came_at([job for each in asked for job in each.jobs])
