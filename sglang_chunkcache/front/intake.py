@@ -3,19 +3,17 @@ the prompt drafted and planned."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fastapi import Request
 from sglang.srt.entrypoints.openai.protocol import ChatCompletionRequest
 from sglang.srt.entrypoints.openai.serving_chat import normalize_assistant_tool_call_arguments
 
 from sglang_chunkcache.config import ChunkCacheConfig
-from sglang_chunkcache.errors import ChunkCacheError, RequestError
+from sglang_chunkcache.errors import RequestError
 from sglang_chunkcache.front.bodies import (
     ChunkIn,
     GenerateIn,
@@ -44,10 +42,7 @@ from sglang_chunkcache.front.request import (
     Planned,
     Timeline,
 )
-from sglang_chunkcache.front.search import Retrieval, chunks_of
-
-if TYPE_CHECKING:
-    from retrieval.hits import Hit
+from sglang_chunkcache.front.search import Retrieval
 
 MAX_TOOLS = 1000
 """Far more than a model can choose from."""
@@ -90,18 +85,11 @@ class Intake:
         # not before a request: the tree is decided late
         return self._parts.config
 
-    async def chat(
-        self, raw_request: Request, *, hints: bool
-    ) -> tuple[ChatCompletionRequest, Planned]:
-        """A chat completion over `chunks` or over what the index finds.
-
-        Args:
-            hints: it will run, so its rank may load what it will probably need of the storage while
-                a reranker works.
-        """
+    async def chat(self, raw_request: Request) -> tuple[ChatCompletionRequest, Planned]:
+        """A chat completion over `chunks` or over what the index finds."""
         timeline = Timeline()
         body = await json_object(raw_request, self._config)
-        return await self._chat(body, raw_request, timeline, hints=hints)
+        return await self._chat(body, raw_request, timeline)
 
     async def hint(self, raw_request: Request) -> Planned:
         """A chat completion that may come: what is known of it,
@@ -127,10 +115,10 @@ class Intake:
         if isinstance(messages, list) and not is_searched and _lacks_question(body, messages):
             # else the chunks would stand in front of a question that is answered already
             body["messages"] = [*messages, UNKNOWN]
-        return (await self._chat(body, raw_request, Timeline(), hints=False))[1]
+        return (await self._chat(body, raw_request, Timeline()))[1]
 
     async def _chat(
-        self, body: dict[str, Any], raw_request: Request, timeline: Timeline, *, hints: bool
+        self, body: dict[str, Any], raw_request: Request, timeline: Timeline
     ) -> tuple[ChatCompletionRequest, Planned]:
         refuse_misspelt(
             body, ours=RagFields.model_fields, theirs=ChatCompletionRequest.model_fields
@@ -181,35 +169,24 @@ class Intake:
             num_answers=request.n,
             timeline=timeline,
         )
-        drafted = partial(
+        found = None
+        if fields.retrieve is not None:
+            if passages:
+                raise RequestError("retrieve: not together with chunks")
+            found = await self._find(fields.retrieve, searched, "retrieve.", raw_request)
+            passages, options = found.chunks, replace(options, retrieval=found.answer())
+            timeline.ended("retrieve")
+        draft = partial(
             self._parts.drafter.chat,
             messages,
+            passages,
             identity=identity,
+            options=options,
             earlier=earlier,
             conversation=conversation,
             settings=settings,
             prefill=prefill,
         )
-
-        async def hint(candidates: list[Hit]) -> None:
-            chunks = chunks_of(candidates)
-            draft = partial(drafted, chunks, options=replace(options, timeline=Timeline()))
-            texts = (messages, chunks, *earlier.values())
-            with suppress(ChunkCacheError):  # the request itself will say so
-                self._parts.engine.prefetch(await self._plan(raw_request, draft, texts))
-                await asyncio.sleep(0)  # it is sent now, before the reranker takes a core
-
-        found = None
-        if fields.retrieve is not None:
-            if passages:
-                raise RequestError("retrieve: not together with chunks")
-            is_hinted = hints and self._config.storage_backend is not None
-            found = await self._find(
-                fields.retrieve, searched, "retrieve.", raw_request, hint if is_hinted else None
-            )
-            passages, options = found.chunks, replace(options, retrieval=found.answer())
-            timeline.ended("retrieve")
-        draft = partial(drafted, passages, options=options)
         try:
             # what was sent is counted by now; a search adds what it finds
             num_chunks = sum(map(len, (passages or (), *earlier.values())))
@@ -383,14 +360,11 @@ class Intake:
         messages: list[dict[str, Any]],
         field: str,
         raw_request: Request,
-        hint: Callable[[list[Hit]], Awaitable[None]] | None = None,
     ) -> Retrieval:
         if self._parts.search is None:
             raise RequestError("retrieve: this server has no index (--index); send chunks")
         is_gone = raw_request.is_disconnected
-        return await self._parts.search.find(
-            options, messages, field=field, is_gone=is_gone, hint=hint
-        )
+        return await self._parts.search.find(options, messages, field=field, is_gone=is_gone)
 
 
 def _taken_chunks(body: dict[str, Any]) -> dict[int, list[ChunkIn]]:

@@ -70,7 +70,7 @@ class Routes:
     async def rag_chat_completions(self, raw_request: Request) -> Any:
         """A chat completion over `chunks`, of a conversation where it names one."""
         with self._counted():
-            request, planned = await self._intake.chat(raw_request, hints=True)
+            request, planned = await self._intake.chat(raw_request)
         return await self._parts.chat.serve(request, planned, raw_request)
 
     async def rag_retrieve(self, raw_request: Request) -> Any:
@@ -120,7 +120,7 @@ class Routes:
     async def chunkcache_explain(self, raw_request: Request) -> Any:
         """A chat request's order, rank, spans and each chunk's source.
         Nothing but a search is run or counted."""
-        _, planned = await self._intake.chat(raw_request, hints=False)
+        _, planned = await self._intake.chat(raw_request)
         found = await self._parts.engine.explain(planned)
         return ORJSONResponse(explained(planned, found))
 

@@ -29,7 +29,7 @@ from sglang_chunkcache.front.search_queue import (
 )
 
 if TYPE_CHECKING:
-    from retrieval.hits import Hit, Mode, Searcher
+    from retrieval.hits import Mode, Searcher
     from retrieval.reranker import Reranker
 
 T = TypeVar("T")
@@ -50,7 +50,7 @@ class Retrieval:
     @property
     def chunks(self) -> list[Passage]:
         """What was found, best first, as if the client had sent it."""
-        return chunks_of(self.found.hits)
+        return [Passage(hit.passage.id, hit.passage.content) for hit in self.found.hits]
 
     def answer(self) -> dict[str, Any]:
         """The `retrieval` object of a chat answer's `chunkcache`."""
@@ -112,7 +112,6 @@ class RagSearch:
         *,
         field: str,
         is_gone: Callable[[], Awaitable[bool]],
-        hint: Callable[[list[Hit]], Awaitable[None]] | None = None,
     ) -> Retrieval:
         """Search by a request's options.
 
@@ -121,7 +120,6 @@ class RagSearch:
             field: put in front of the names of the options in errors; "retrieve." in a chat
                 request.
             is_gone: whether the client has disconnected; asked repeatedly while the search runs.
-            hint: told of the first k candidates before a reranker ranks them.
         Raises:
             RequestError: an option that this server or index cannot serve, or no query; names the
                 field.
@@ -135,13 +133,8 @@ class RagSearch:
         if mode not in self._retriever.modes:
             raise RequestError(f"{field}mode: this index offers {', '.join(self._retriever.modes)}")
         query = query_of(options, messages, field=field, max_chars=config.max_query_chars)
-        search = self._queue.search(
-            query,
-            k=k,
-            mode=mode,
-            nprobe=options.nprobe or config.retrieve_nprobe,
-            before_rerank=hint,
-        )
+        nprobe = options.nprobe or config.retrieve_nprobe
+        search = self._queue.search(query, k=k, mode=mode, nprobe=nprobe)
         try:
             # the client may go meanwhile: a search that still waits is dropped then
             return Retrieval(query, mode, k, await unless_gone(search, is_gone))
@@ -172,11 +165,6 @@ class RagSearch:
             "waiting": self._queue.num_waiting,
             "seconds": self._metrics.seconds("retrieval_seconds"),
         }
-
-
-def chunks_of(hits: Sequence[Hit]) -> list[Passage]:
-    """As if a client had sent them."""
-    return [Passage(hit.passage.id, hit.passage.content) for hit in hits]
 
 
 def default_mode(retriever: Searcher, config: ChunkCacheConfig) -> Mode:

@@ -21,7 +21,7 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -117,20 +117,10 @@ class SearchQueue:
         if refresh_s:
             Thread(target=self._refresh, name="retrieval-refresh", daemon=True).start()
 
-    async def search(
-        self,
-        query: str,
-        *,
-        k: int,
-        mode: Mode,
-        nprobe: int,
-        before_rerank: Callable[[list[Hit]], Awaitable[None]] | None = None,
-    ) -> Found:
+    async def search(self, query: str, *, k: int, mode: Mode, nprobe: int) -> Found:
         """Wait for the query's turn and search, then rank again. A caller that is cancelled before
         its turn is not searched for.
 
-        Args:
-            before_rerank: awaited with the first k candidates; only if a reranker ranks them.
         Raises:
             QueueFullError: `max_waiting` wait already.
             RetrievalError: the retriever refuses the query.
@@ -139,8 +129,6 @@ class SearchQueue:
         try:
             found = await self._found(query, (k * self._depth, mode, nprobe))
             if self._reranker is not None and found.hits:
-                if before_rerank is not None:
-                    await before_rerank(found.hits[:k])
                 found = await self._rerank(self._reranker, query, found, k)
         except QueueFullError:
             self._metrics.count("searches", "full")

@@ -40,7 +40,7 @@ from sglang_chunkcache.wire.spans import MARK_KEY, checked, unpack
 from sglang_chunkcache.wire.state import Asked, Cleared, ExplainRequest, RankState
 from tests.kit.front_bench import SECRET, A, B, Bench, C, CharTokenizer, D, make_output
 from tests.polling import DEADLINE_S
-from tests.sglang_chunkcache.front.fake_retriever import FakeReranker, FakeRetriever
+from tests.sglang_chunkcache.front.fake_retriever import FakeRetriever
 
 # FastAPI would have us return plain objects, OpenAI has clients send `max_completion_tokens`:
 # SGLang uses and takes both.
@@ -303,26 +303,6 @@ def test_hint_is_refused_by_name(call: Any, knobs: dict[str, Any], body: Any, pa
     _, manager, send = call(**knobs)
     status, answer = send(prefetch, body)
     assert (status, answer["param"], manager.sent) == (400, param, [])
-
-
-@pytest.mark.parametrize(
-    ("knobs", "endpoint", "num_hints"), [(STORED, chat, 1), ({}, chat, 0), (STORED, explain, 0)]
-)
-def test_rank_loads_while_the_reranker_works(
-    call: Any, knobs: dict[str, Any], endpoint: Endpoint, num_hints: int
-) -> None:
-    """The first k candidates, as they would be planned, are hinted before the reranker is called;
-    where there is a storage, and for a request that will run."""
-    reranker = FakeReranker()
-    _, manager, send = call(FakeRetriever(), reranker, **knobs)
-    manager.states, hints = [state_of(0, Explanation(0, 0, 0))], list[Any]()
-    reranker.before = lambda: hints.extend(manager.sent)
-    question = {"messages": [{"role": "user", "content": "one"}]}
-    assert send(endpoint, {**question, "retrieve": {"k": 2}})[0] == 200
-    assert (len(reranker.asked[0]), len(hints)) == (3, num_hints)
-    send(explain, {**question, "chunks": [{"text": "A\nalpha one"}, {"text": "B\nbeta one"}]})
-    for hint in hints:
-        assert hint.prefetch.input_ids == manager.sent[-1].input_ids
 
 
 # Stats
