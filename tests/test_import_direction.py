@@ -144,6 +144,7 @@ def test_eval_uses_public_names_only() -> None:
         *("fusion.selectors.", "wire.report.Fallback"),  # the interface of selectors
         # are measured
         *("attention.", "fusion.relocate", "storage.codec."),
+        "integrations.",  # what the examples show
         "cpu.torchvision_shim.define_torchvision_ops",  # before transformers, on a CPU build
     )
     public = tuple(f"sglang_chunkcache.{name}" for name in names)

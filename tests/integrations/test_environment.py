@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from eval.examples import PASSAGES, QUESTIONS
 from eval.server import Server
-from sglang_chunkcache.integrations.examples import PASSAGES, QUESTIONS
 from tests.e2e.test_openai_client import WRITES_JSON
 from tests.integrations.conftest import JSON_VAR, URL_VAR
 
@@ -67,7 +67,7 @@ def test_adapter(python: Path, server: Server, name: str) -> None:
 @pytest.mark.parametrize("name", FRAMEWORKS)
 def test_example(python: Path, server: Server, name: str) -> None:
     """Answers come from the passages. As chunks more is found than in the text."""
-    example = f"sglang_chunkcache.integrations.examples.{name}_rag"
+    example = f"eval.examples.{name}_rag"
     told = run(python, server, "-m", example, "--url", server.url)
     lines = told.splitlines()
     question, answer = next(iter(QUESTIONS.items()))

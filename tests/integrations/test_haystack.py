@@ -14,8 +14,8 @@ from haystack.dataclasses import ChatMessage, StreamingChunk
 from haystack.tools import Tool
 from haystack.utils import Secret
 
+from eval.examples import PASSAGES, QUESTIONS
 from sglang_chunkcache.errors import RefusedError
-from sglang_chunkcache.integrations.examples import PASSAGES, QUESTIONS
 from sglang_chunkcache.integrations.haystack import (
     ChunkCacheChatGenerator,
     ChunkCacheRetriever,

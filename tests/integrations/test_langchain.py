@@ -20,10 +20,10 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from pydantic import BaseModel, ValidationError
 
+from eval.examples import PASSAGES, QUESTIONS
 from eval.logs.log_file import LogFile
 from eval.logs.passages import Passages, digest
 from sglang_chunkcache.errors import RefusedError, ServerError
-from sglang_chunkcache.integrations.examples import PASSAGES, QUESTIONS
 from sglang_chunkcache.integrations.langchain import (
     CallLogHandler,
     ChatChunkCache,

@@ -16,10 +16,10 @@ from llama_index.core.llms import MockLLM
 from llama_index.core.query_engine import RetrieverQueryEngine
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 
+from eval.examples import PASSAGES, QUESTIONS
 from eval.logs.log_file import LogFile
 from eval.logs.passages import Passages, digest
 from sglang_chunkcache.errors import RefusedError
-from sglang_chunkcache.integrations.examples import PASSAGES, QUESTIONS
 from sglang_chunkcache.integrations.llamaindex import (
     CallLogHandler,
     ChunkCacheRetriever,

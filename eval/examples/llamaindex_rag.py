@@ -1,6 +1,6 @@
 """A LlamaIndex query engine as most are, and with another response synthesizer.
 
-python -m sglang_chunkcache.integrations.examples.llamaindex_rag --url http://127.0.0.1:30000
+python -m eval.examples.llamaindex_rag --url http://127.0.0.1:30000
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llama_index.core.response_synthesizers import SimpleSummarize
 from llama_index.core.schema import NodeWithScore, QueryBundle, TextNode
 from pydantic import Field
 
-from sglang_chunkcache.integrations.examples import PASSAGES, Timed, asked, options
+from eval.examples import PASSAGES, Timed, asked, options
 from sglang_chunkcache.integrations.llamaindex import ChunkCacheSynthesizer
 from sglang_chunkcache.integrations.server import Endpoint
 

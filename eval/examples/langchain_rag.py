@@ -1,6 +1,6 @@
 """A LangChain RAG chain as most are, and with one line changed.
 
-python -m sglang_chunkcache.integrations.examples.langchain_rag --url http://127.0.0.1:30000
+python -m eval.examples.langchain_rag --url http://127.0.0.1:30000
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate
 from langchain_core.runnables import Runnable, RunnablePassthrough
 
-from sglang_chunkcache.integrations.examples import PASSAGES, Timed, asked, options
+from eval.examples import PASSAGES, Timed, asked, options
 from sglang_chunkcache.integrations.langchain import ChatChunkCache, create_chunks_chain
 
 

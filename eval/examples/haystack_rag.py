@@ -1,6 +1,6 @@
 """A Haystack pipeline over the server's own index.
 
-python -m sglang_chunkcache.integrations.examples.haystack_rag --url http://127.0.0.1:30000
+python -m eval.examples.haystack_rag --url http://127.0.0.1:30000
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from haystack import Pipeline
 from haystack.dataclasses import ChatMessage
 
-from sglang_chunkcache.integrations.examples import QUESTIONS, options
+from eval.examples import QUESTIONS, options
 from sglang_chunkcache.integrations.haystack import ChunkCacheChatGenerator, ChunkCacheRetriever
 
 
