@@ -33,7 +33,6 @@ from radix_ext.errors import (
     IntegrityError,
     LimitError,
     MessageError,
-    PolicyError,
     SpanError,
 )
 from radix_ext.eviction import Aging
@@ -84,7 +83,6 @@ __all__ = [
     "Place",
     "Places",
     "Plan",
-    "PolicyError",
     "RoundRobin",
     "Router",
     "Span",

@@ -3,8 +3,6 @@
 A chain that a tree does not know is no error: mirrors lag, so such notices are ignored and counted.
 """
 
-from collections.abc import Sequence
-
 
 class CallerError(ValueError):
     """What the caller passed cannot be served, HTTP 400 at the edge. The message names the
@@ -23,10 +21,6 @@ class LimitError(CallerError):
     """A number outside its range: window, threshold, capacity, rank, budget."""
 
 
-class PolicyError(CallerError):
-    """An unknown policy name."""
-
-
 class MessageError(CallerError):
     """A conversation message that is no JSON object."""
 
@@ -39,9 +33,3 @@ def check_at_least(name: str, value: float, minimum: float) -> None:
     """Raise LimitError unless value >= minimum (NaN fails too)."""
     if not value >= minimum:
         raise LimitError(f"{name} must be at least {minimum} but got {value}")
-
-
-def check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    """Raise PolicyError unless value is one of the choices."""
-    if value not in choices:
-        raise PolicyError(f"{name} must be one of {', '.join(choices)} but got {value!r}")

@@ -8,8 +8,8 @@ from heapq import heapify, heappop, heappush
 from math import inf
 from typing import Literal, get_args
 
+from eval.errors import check_choice
 from radix_ext import Aging, ChainId, ChainNode, ChunkPrefixTree, Tier
-from radix_ext.errors import check_choice
 from radix_ext.eviction import NEW
 
 EvictionPolicy = Literal["lru", "promoted", "reused"]

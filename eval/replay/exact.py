@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Literal, NamedTuple, get_args
 
+from eval.errors import check_choice
 from eval.replay.eviction_queue import (
     EVICTION_POLICIES,
     EvictionPolicy,
@@ -43,7 +44,7 @@ from radix_ext import (
     Tier,
     order_chunks,
 )
-from radix_ext.errors import check_at_least, check_choice
+from radix_ext.errors import check_at_least
 
 AdmissionPolicy = Literal["all", "promoted"]
 ADMISSION_POLICIES: tuple[AdmissionPolicy, ...] = get_args(AdmissionPolicy)

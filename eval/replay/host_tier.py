@@ -6,10 +6,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
+from eval.errors import check_choice
 from eval.replay.eviction_queue import EvictionPolicy, EvictionQueue
 from eval.replay.offloading import HOST_ADMISSIONS, HostAdmission, worth_offloading
 from radix_ext import ChainNode, ChunkPrefixTree
-from radix_ext.errors import check_choice
 from radix_ext.eviction import NEW_ON_HOST
 
 

@@ -2,9 +2,10 @@
 
 import pytest
 
+from eval.errors import PolicyError
 from eval.replay.host_tier import HostTier
 from eval.replay.offloading import HostAdmission
-from radix_ext import ChunkPrefixTree, PolicyError, Tier
+from radix_ext import ChunkPrefixTree, Tier
 from tests.kit.integrity import violations_of
 from tests.kit.letters import make_chunks
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from eval.errors import PolicyError
 from eval.replay.eviction_queue import EVICTION_POLICIES, EvictionPolicy
 from eval.replay.exact import Replay, ReplaySettings, RequestCount
 from eval.replay.offloading import HOST_ADMISSIONS, HostAdmission
@@ -22,7 +23,6 @@ from radix_ext import (
     IntegrityError,
     LimitError,
     OrderPolicy,
-    PolicyError,
     TailPolicy,
 )
 from tests.kit.integrity import check_replay
