@@ -6,15 +6,14 @@ from typing import Any
 
 from sglang_chunkcache import compat
 from sglang_chunkcache.config import ChunkCacheConfig, flag_name
-from sglang_chunkcache.rank_metrics import NO_METRICS
+from sglang_chunkcache.rank_metrics import NO_METRICS, RankMetrics
+from sglang_chunkcache.scheduler import host_metrics, waiting
 from sglang_chunkcache.scheduler.chunk_tree import ChunkTree
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.host_memory import HostMemory
-from sglang_chunkcache.scheduler.host_metrics import HostMetrics
 from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.scheduler.stored_chains import create_stored_chains
 from sglang_chunkcache.scheduler.tiers import Tiers
-from sglang_chunkcache.scheduler.waiting import WaitMetrics
 from sglang_chunkcache.start_steps import step
 from sglang_chunkcache.storage.opening import create_index, create_storage
 
@@ -41,6 +40,7 @@ def create_tiers(tree: ChunkTree, ctx: Any, config: ChunkCacheConfig) -> Tiers:
         )
     # Ranks of one tensor-parallel group do the same, and Prometheus would add them up.
     is_shown = ctx.server_args.enable_metrics and ctx.tp_rank == 0
+    told = "chunkcache:host_", host_metrics.GAUGES, host_metrics.COUNTERS
     host = HostChains(
         tree,
         pool,
@@ -49,7 +49,7 @@ def create_tiers(tree: ChunkTree, ctx: Any, config: ChunkCacheConfig) -> Tiers:
         keeps=keeps,
         has_captured=memory.has_captured,
         num_ranks=compat.parallel(runner, "tp_group").world_size,
-        metrics=HostMetrics() if is_shown and pool.num_slots else NO_METRICS,
+        metrics=RankMetrics(*told) if is_shown and pool.num_slots else NO_METRICS,
     )
     fuser = None
     if config.reuse == "fused":
@@ -60,6 +60,6 @@ def create_tiers(tree: ChunkTree, ctx: Any, config: ChunkCacheConfig) -> Tiers:
     if storage is not None and keeps:
         # behind the fuser, which starts the storage
         stored = create_stored_chains(host, storage, ctx, config)
-    metrics = WaitMetrics() if is_shown else NO_METRICS
+    metrics = RankMetrics("chunkcache:", {}, waiting.COUNTERS) if is_shown else NO_METRICS
     step("")
     return Tiers(host, storage=storage, stored=stored, fuser=fuser, metrics=metrics)

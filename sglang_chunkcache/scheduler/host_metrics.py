@@ -1,8 +1,6 @@
-"""What Prometheus is told of exact chains in host memory."""
+"""What Prometheus is told of `HostChains.stats`: exact chains in host memory."""
 
 from __future__ import annotations
-
-from sglang_chunkcache.rank_metrics import RankMetrics
 
 GAUGES = {
     name: (name, "livesum", text)
@@ -28,10 +26,3 @@ COUNTERS = {
         ("failed", "copies that failed"),
     )
 }
-
-
-class HostMetrics(RankMetrics):
-    """Of `HostChains.stats`."""
-
-    def __init__(self) -> None:
-        super().__init__("chunkcache:host_", GAUGES, COUNTERS)

@@ -21,7 +21,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
 
-from sglang_chunkcache.rank_metrics import RankMetrics
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.scheduler.stages import WAIT, traced
 
@@ -46,13 +45,7 @@ COUNTERS = {
         "waits of requests that could have been admitted, by reason: loads, no_room, pass_full",
     )
 }
-
-
-class WaitMetrics(RankMetrics):
-    """Of `WaitingLine.waits`, for Prometheus."""
-
-    def __init__(self) -> None:
-        super().__init__("chunkcache:", {}, COUNTERS)
+"""What Prometheus is told of `WaitingLine.waits`."""
 
 
 @dataclass(eq=False)
