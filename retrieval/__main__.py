@@ -300,9 +300,7 @@ def _encoder(
             return spec, None
         place = {"folder": args.out, "device": args.device}
         with bar("load the encoder", None):
-            encoder = load_encoder(
-                there.encoder, **place, override=moved, batch_size=DEVICE_BATCH
-            )
+            encoder = load_encoder(there.encoder, **place, override=moved, batch_size=DEVICE_BATCH)
         return spec, encoder
     dim = given.pop("dim", DIM)
     if not moved:

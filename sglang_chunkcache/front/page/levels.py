@@ -24,9 +24,7 @@ NOTHING = (0, 0)
 
 
 class Levels:
-    def __init__(
-        self, tree: ChunkPrefixTree, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, tree: ChunkPrefixTree, clock: Callable[[], float] = time.monotonic) -> None:
         self._tree, self._clock = tree, clock
         self._behind: dict[ChainId, tuple[int, int]] = {}
         self._roots: dict[ChainId, ChainNode] = {}
