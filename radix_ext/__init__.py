@@ -42,10 +42,8 @@ from radix_ext.heads import Heads, Outline, Parting
 from radix_ext.homes import held_history
 from radix_ext.order import (
     ORDER_POLICIES,
-    TAIL_POLICIES,
     Ordering,
     OrderPolicy,
-    TailPolicy,
     order_chunks,
 )
 from radix_ext.places import Place, Places
@@ -55,7 +53,6 @@ from radix_ext.tenant_tables import TenantTables
 
 __all__ = [
     "ORDER_POLICIES",
-    "TAIL_POLICIES",
     "AccessTable",
     "Aging",
     "CallerError",
@@ -87,7 +84,6 @@ __all__ = [
     "Router",
     "Span",
     "SpanError",
-    "TailPolicy",
     "TenantTables",
     "Tier",
     "Turn",

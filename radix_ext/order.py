@@ -4,12 +4,10 @@ cached chain.
 ```
 retriever   as the retriever ranked them
 frequency   descending count in the access table, ties by rank (CRAFT 4.2)
-tree        the deepest cached chain made of this request's chunks only, then the rest by `tail`:
-            seen       chunks that the window has seen first, by rank among them and among the
-                       others; of a fused request only those that its exact chain grows by come
-                       before what the window has not seen (exact_growth.py)
-            rank       as the retriever ranked them
-            frequency  descending count, ties by rank
+tree        the deepest cached chain made of this request's chunks only, then the rest: chunks that
+            the window has seen first, by rank among them and among the others; of a fused request
+            only those that its exact chain grows by come before what the window has not seen
+            (exact_growth.py)
 ```
 The search for the deepest chain goes level by level and looks into at most `max_visits` nodes.
 Where that is enough it is exact. On larger trees each level keeps the nodes with most hits, and
@@ -36,9 +34,7 @@ from radix_ext.exact_growth import ExactGrowth
 from radix_ext.prefix_tree import ChunkPrefixTree
 
 OrderPolicy = Literal["retriever", "frequency", "tree"]
-TailPolicy = Literal["seen", "rank", "frequency"]
 ORDER_POLICIES: tuple[OrderPolicy, ...] = get_args(OrderPolicy)
-TAIL_POLICIES: tuple[TailPolicy, ...] = get_args(TailPolicy)
 
 _EXACT_WORTH = 1 << 32  # of a token, when a fused one counts 1
 _WORTH_PARTS = 1 << 10  # worths are integers, so that equally long chains stay equal
@@ -72,7 +68,6 @@ class Ordering(NamedTuple):
 
 def order_chunks(
     policy: OrderPolicy,
-    tail: TailPolicy,
     tree: ChunkPrefixTree,
     table: AccessTable,
     namespace: str,
@@ -88,11 +83,10 @@ def order_chunks(
     tree nor table.
 
     Args:
-        tail: matters for `tree` only.
         table: without this request, or all of its chunks would count as seen.
         max_visits: nodes that the search looks into, or the number of chunks where that is more.
         recipe: has made the fused chains that the request may follow. None: exact chains alone.
-        growth: matters for the tail `seen` behind an exact chain. None: an exact request.
+        growth: matters for `tree`, behind an exact chain. None: an exact request.
         host_worth: what a token that `rank` has in host memory counts, of one on the device:
             1 - time to load / time to compute it.
     Raises:
@@ -110,9 +104,11 @@ def order_chunks(
         path = _longest_chain(root, tuple(by_id), tuple(fused), rank, max_visits, host_worth)
         ordered = [by_id.pop(fused.get(node.chunk_id, node.chunk_id)) for node in path]
         is_exact = not path or path[-1].chunk_id not in fused
-        ordered += _tail(tail, list(by_id.values()), table, growth if is_exact else None)
+        ordered += _tail(list(by_id.values()), table, growth if is_exact else None)
     else:
-        ordered = _by_frequency(chunks, table) if policy == "frequency" else list(chunks)
+        ordered = list(chunks)
+        if policy == "frequency":
+            ordered.sort(key=lambda chunk: -table.count(chunk.id))
         path = _usable_path(root, ordered, rank, recipe)
     mask, on_device = held_mask(rank), None if rank is None else Tier.DEVICE << 2 * rank
     held_len = held_tokens = planned_tokens = host_tokens = 0
@@ -216,18 +212,10 @@ def _most_hit(
     return [level[index] for index in sorted(kept)]
 
 
-def _tail(
-    tail: TailPolicy, chunks: list[Chunk], table: AccessTable, growth: ExactGrowth | None
-) -> list[Chunk]:
-    if tail == "seen" and growth is not None:
+def _tail(chunks: list[Chunk], table: AccessTable, growth: ExactGrowth | None) -> list[Chunk]:
+    if growth is not None:
         return growth.tail(chunks, table)
-    if tail == "seen":
-        return sorted(chunks, key=lambda chunk: table.count(chunk.id) == 0)
-    return _by_frequency(chunks, table) if tail == "frequency" else chunks
-
-
-def _by_frequency(chunks: Sequence[Chunk], table: AccessTable) -> list[Chunk]:
-    return sorted(chunks, key=lambda chunk: -table.count(chunk.id))
+    return sorted(chunks, key=lambda chunk: table.count(chunk.id) == 0)
 
 
 def _usable_path(

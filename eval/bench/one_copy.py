@@ -126,7 +126,7 @@ class TreeOrder:
 
     def __call__(self, chunks: Sequence[Chunk]) -> Sequence[Chunk]:
         ordered = order_chunks(
-            *("tree", "seen", self._tree, self._accesses, "", chunks), rank=0, max_visits=64
+            *("tree", self._tree, self._accesses, "", chunks), rank=0, max_visits=64
         ).chunks
         self._accesses.observe(chunk.id for chunk in chunks)
         self._tree.insert("", ordered, rank=0, tier=Tier.DEVICE, promoted_len=0)

@@ -68,7 +68,7 @@ def grow(requests: Requests, num_nodes: int) -> tuple[ChunkPrefixTree, AccessTab
     while len(tree.nodes) < num_nodes:
         request = next(requests)
         ordered = order_chunks(
-            "tree", "seen", tree, accesses, _NAMESPACE, request, rank=0, max_visits=8
+            "tree", tree, accesses, _NAMESPACE, request, rank=0, max_visits=8
         ).chunks
         ids = [chunk.id for chunk in ordered]
         # behind the order, for which all chunks of the request would count as seen
@@ -106,9 +106,7 @@ def decision_us(
     for request in islice(requests, num_decisions):
         # CPU time of this thread: other processes of the machine do not count
         start = thread_time()
-        ordering = order_chunks(
-            "tree", "seen", *grown, _NAMESPACE, request, rank=0, max_visits=_MAX_VISITS
-        )
+        ordering = order_chunks("tree", *grown, _NAMESPACE, request, rank=0, max_visits=_MAX_VISITS)
         times.append((thread_time() - start) * 1e6)
         found += ordering.held_len
     times.sort()
@@ -171,9 +169,7 @@ def summarize(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Measure and print."""
-    parser = Parser(
-        prog="python -m eval bench tree", description="Cost of tree, order and table."
-    )
+    parser = Parser(prog="python -m eval bench tree", description="Cost of tree, order and table.")
     parser.add_argument("--nodes", type=int, default=100_000)
     parser.add_argument(
         "--decisions", type=int, default=3_000, help="and requests that the access table has seen"

@@ -51,6 +51,7 @@ from eval.replay.grid import (
 )
 from eval.replay.mistakes import MistakeCell, mistakes_of
 from eval.replay.offloading import HOST_ADMISSIONS
+from eval.replay.ordering import TAIL_POLICIES
 from eval.replay.page import About, write_page
 from eval.replay.ranks import RanksReplay
 from eval.replay.summary import MIN_BLOCKS, summarize
@@ -65,7 +66,7 @@ from eval.replay.timed import (
 from eval.replay.trace import TraceFacts, TraceFile, TraceRequest, scan
 from eval.run import Run, new_folder
 from eval.task import TASKS, Source, load_task, requests_of
-from radix_ext import ORDER_POLICIES, TAIL_POLICIES, CallerError, Chunk, ChunkId
+from radix_ext import ORDER_POLICIES, CallerError, Chunk, ChunkId
 from retrieval.command_line import Parser
 from retrieval.errors import RetrievalError
 from retrieval.tokens import load_tokens

@@ -32,6 +32,7 @@ from eval.replay.eviction_queue import (
 )
 from eval.replay.host_tier import HostTier
 from eval.replay.offloading import HOST_ADMISSIONS, HostAdmission
+from eval.replay.ordering import TailPolicy, order_chunks
 from radix_ext import (
     AccessTable,
     ChainNode,
@@ -40,9 +41,7 @@ from radix_ext import (
     ChunkPrefixTree,
     LimitError,
     OrderPolicy,
-    TailPolicy,
     Tier,
-    order_chunks,
 )
 from radix_ext.errors import check_at_least
 

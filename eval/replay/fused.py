@@ -36,6 +36,7 @@ from eval.replay.eviction_queue import EvictionQueue, is_device_leaf
 from eval.replay.exact import ReplaySettings
 from eval.replay.fused_count import FusedCount, count_of
 from eval.replay.fused_host import GONE, CountedPool, FusedHost, Known
+from eval.replay.ordering import order_chunks
 from radix_ext import (
     AccessTable,
     ChainNode,
@@ -48,7 +49,6 @@ from radix_ext import (
     Tier,
     fused_chunk,
     is_fused_chunk,
-    order_chunks,
 )
 from radix_ext.capture_queue import CaptureQueue, Waiting
 from radix_ext.cfo import Attention, Scored

@@ -10,8 +10,9 @@ from typing import Any
 from eval.replay.eviction_queue import EvictionPolicy
 from eval.replay.exact import AdmissionPolicy, DedupPolicy, ReplaySettings
 from eval.replay.offloading import HostAdmission
+from eval.replay.ordering import TailPolicy
 from eval.replay.trace import TraceFacts
-from radix_ext import OrderPolicy, TailPolicy
+from radix_ext import OrderPolicy
 
 Entry = Mapping[str, Any]
 """A sample, or an entry of the results, with a `cell`."""

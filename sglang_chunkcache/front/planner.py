@@ -142,7 +142,6 @@ class Planner:
         orderings = {
             rank: order_chunks(
                 "retriever" if is_fixed else policy,
-                "seen",
                 self._bookkeeper.tree,
                 self._bookkeeper.tables.of(draft.identity.tenant),
                 namespace,

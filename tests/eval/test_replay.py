@@ -17,13 +17,13 @@ from eval.errors import PolicyError
 from eval.replay.eviction_queue import EVICTION_POLICIES, EvictionPolicy
 from eval.replay.exact import Replay, ReplaySettings, RequestCount
 from eval.replay.offloading import HOST_ADMISSIONS, HostAdmission
+from eval.replay.ordering import TailPolicy
 from radix_ext import (
     Chunk,
     ChunkId,
     IntegrityError,
     LimitError,
     OrderPolicy,
-    TailPolicy,
 )
 from tests.kit.integrity import check_replay
 from tests.kit.letters import make_trace

@@ -18,8 +18,8 @@ import pytest
 from eval.__main__ import main
 from eval.replay.command import WORLD_REQUESTS
 from eval.replay.exact import Replay
+from eval.replay.ordering import TAIL_POLICIES
 from eval.run import read_record
-from radix_ext import TAIL_POLICIES
 
 Request = dict[str, Any]
 Results = dict[str, Any]

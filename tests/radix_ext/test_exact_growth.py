@@ -28,7 +28,7 @@ def tail(names: str, table: AccessTable, num_chunks: int, threshold: int = 2) ->
 def test_tail_has_what_grows_then_what_is_new_then_what_is_moved(
     num_chunks: int, expected: str
 ) -> None:
-    """Each part in retriever order. With no bound it is the tail `seen`."""
+    """Each part in retriever order. With no bound it is the tail of an exact request."""
     assert tail("xabyc", table_of("abc", "c"), num_chunks) == expected
 
 

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from radix_ext import (
-    TAIL_POLICIES,
     AccessTable,
     Chunk,
     ChunkError,
@@ -18,7 +17,6 @@ from radix_ext import (
     ChunkPrefixTree,
     Ordering,
     OrderPolicy,
-    TailPolicy,
     Tier,
     fused_chunk,
     order_chunks,
@@ -51,7 +49,6 @@ def order(
     tree: ChunkPrefixTree,
     *,
     policy: OrderPolicy = "tree",
-    tail: TailPolicy = "rank",
     seen: str = "",
     rank: int | None = 0,
     max_visits: int = 1000,
@@ -63,7 +60,6 @@ def order(
         table.observe([ChunkId(name)])
     return order_chunks(
         policy,
-        tail,
         tree,
         table,
         "",
@@ -80,20 +76,12 @@ def names_of(ordering: Ordering) -> str:
 
 
 @pytest.mark.parametrize(
-    ("policy", "tail", "expected", "held_len"),
-    [
-        ("retriever", "rank", "abcd", 0),
-        ("frequency", "rank", "dbac", 0),
-        ("tree", "seen", "cbda", 1),
-        ("tree", "rank", "cabd", 1),
-        ("tree", "frequency", "cdba", 1),
-    ],
+    ("policy", "expected", "held_len"),
+    [("retriever", "abcd", 0), ("frequency", "dbac", 0), ("tree", "cbda", 1)],
 )
-def test_policies_order_as_named(
-    policy: OrderPolicy, tail: TailPolicy, expected: str, held_len: int
-) -> None:
+def test_policies_order_as_named(policy: OrderPolicy, expected: str, held_len: int) -> None:
     """c is cached; d was seen three times and b twice in the window."""
-    ordering = order("abcd", make_tree("c"), policy=policy, tail=tail, seen="dbdbd")
+    ordering = order("abcd", make_tree("c"), policy=policy, seen="dbdbd")
     assert (names_of(ordering), ordering.held_len) == (expected, held_len)
 
 
@@ -150,11 +138,10 @@ chains = st.lists(
     chains=chains,
     request_names=st.permutations("abcdz").map("".join),
     other=chains,
-    tail=st.sampled_from(TAIL_POLICIES),
     seen=st.text("abcdez"),
 )
 def test_unbounded_search_equals_brute_force(
-    chains: list[str], request_names: str, other: list[str], tail: TailPolicy, seen: str
+    chains: list[str], request_names: str, other: list[str], seen: str
 ) -> None:
     """Over all permutations: most tokens, then most chunks,
     then lexicographically first by retriever rank; then the tail."""
@@ -172,16 +159,12 @@ def test_unbounded_search_equals_brute_force(
         return sum(LENGTHS.get(name, 4) for name in run), length, ranks
 
     best_tokens, best_len, best_ranks = max(map(goodness, permutations(request_names)))
-    ordering = order(request_names, tree, tail=tail, seen=seen)
+    ordering = order(request_names, tree, seen=seen)
     assert (ordering.held_tokens, ordering.held_len) == (best_tokens, best_len)
     assert [-request_names.index(name) for name in names_of(ordering)[:best_len]] == best_ranks
     rest = [name for name in request_names if name not in names_of(ordering)[:best_len]]
-    expected = {
-        "seen": sorted(rest, key=lambda name: name not in seen),
-        "rank": rest,
-        "frequency": sorted(rest, key=lambda name: -seen.count(name)),
-    }
-    assert names_of(ordering)[best_len:] == "".join(expected[tail])
+    rest.sort(key=lambda name: name not in seen)
+    assert names_of(ordering)[best_len:] == "".join(rest)
 
 
 @given(on_device=chains, on_host=chains, parts=st.integers(0, 4))
@@ -286,9 +269,7 @@ def scattered_tree(
 
 
 def order_in(tree: ChunkPrefixTree, chunks: list[Chunk], *, max_visits: int) -> Ordering:
-    return order_chunks(
-        "tree", "rank", tree, AccessTable(1), "", chunks, rank=0, max_visits=max_visits
-    )
+    return order_chunks("tree", tree, AccessTable(1), "", chunks, rank=0, max_visits=max_visits)
 
 
 @pytest.mark.parametrize(("num_chunks", "max_len", "at_least"), [(10, 9, 8), (100, 40, 25)])

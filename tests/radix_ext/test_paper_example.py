@@ -21,7 +21,7 @@ class Example:
     def serve(self, *chunks: Chunk) -> tuple[int, list[int]]:
         """Serve a request on GPU 1; returns how many chunks were reused, and the counts."""
         ordering = order_chunks(
-            "frequency", "rank", self.tree, self.table, "", chunks, rank=GPU_1, max_visits=16
+            "frequency", self.tree, self.table, "", chunks, rank=GPU_1, max_visits=16
         )
         ids = [chunk.id for chunk in ordering.chunks]
         self.table.observe(ids)

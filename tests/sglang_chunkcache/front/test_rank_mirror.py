@@ -164,7 +164,7 @@ def test_the_mirror_heals_without_requests(backlog: int) -> None:
     known = [node.chunk_id for node in tree.match("n", [ChunkId("A"), ChunkId("B")], rank=0)]
     chunks = [Chunk(ChunkId(name), 4) for name in "BA"]
     ordered = order_chunks(
-        "tree", "seen", tree, AccessTable(1000), "n", chunks, rank=0, max_visits=64
+        "tree", tree, AccessTable(1000), "n", chunks, rank=0, max_visits=64
     ).chunks
     print(f"{backlog} events: asked {num_asked} times, {mirror.num_gaps} gaps")
     assert known == [chunk.id for chunk in ordered] == ["A", "B"]
