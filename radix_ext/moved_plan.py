@@ -17,6 +17,8 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cache, partial
+from itertools import product
 from operator import add
 from typing import NamedTuple
 
@@ -145,7 +147,7 @@ def make_plan(
     """Plan the region after the cached prefix `[0, start)`, no further than `limit`.
 
     Args:
-        candidates: asked once per chunk, with its head; an empty answer makes the chunk a gap.
+        candidates: asked per chunk, with its head; an empty answer makes the chunk a gap.
         heads: `text_before` of the prompt.
         exact: indices of spans that are computed although a source exists, which stand right after
             the prefix. They count against no gap limit.
@@ -160,7 +162,8 @@ def make_plan(
     walk = _Walk(spans, start, limit, num_tokens or limit, limits, exact, costs)
     # Where the prefix and the exact gaps have all chunks none lacks a source.
     is_left = any(walk.may_move(index) for index in range(len(spans)))
-    walk.choose(candidates, fusion, heads or ("",) * len(spans))
+    choose = cache(partial(walk.choose, candidates, fusion, heads or ("",) * len(spans)))
+    walk.chosen = choose(is_soonest=False)
     if not walk.chosen:
         return ReusePlan((), (NotMoved.NO_SOURCE,) if is_left else ())
     if costs is None:
@@ -170,8 +173,12 @@ def make_plan(
     extend = extend_work(start, walk.num_tokens, piece=limits.prefill_tokens)
     computed = costs[Phase.EXTEND].seconds(extend)
     estimate, is_dear = Estimate(computed, computed), False
-    # Second only: what was asked for is kept wherever it pays.
-    for choice in filter(None, (fusion, fusion.cheaper if may_be_cheaper else None)):
+    choices = filter(None, (fusion, fusion.cheaper if may_be_cheaper else None))
+    # Second only: what was asked for, from what has seen most, is kept wherever it pays.
+    for choice, is_soonest in product(choices, (False, True)):
+        walk.chosen = choose(is_soonest=is_soonest)
+        if is_soonest and walk.chosen == choose(is_soonest=False):
+            continue
         cuts, fallbacks = walk.cuts(choice)
         if not cuts:
             continue
@@ -237,8 +244,12 @@ class _Walk:
         candidates: Callable[[ChunkId, str], Sequence[Candidate]],
         fusion: FusionRequest,
         heads: Sequence[str],
-    ) -> None:
-        """Each chunk's best source: one computed after another head only if there is no other."""
+        *,
+        is_soonest: bool,
+    ) -> dict[int, Piece]:
+        """Each chunk's best source: one computed after another head only if there is no other.
+        `is_soonest`: the one that is moved soonest, whatever it has seen."""
+        chosen = dict[int, Piece]()
         ids = tuple(span.chunk for span in self.spans)
         for index, (span, head) in enumerate(zip(self.spans, heads, strict=True)):
             if index in fusion.fresh or not self.may_move(index):
@@ -251,10 +262,12 @@ class _Walk:
                 continue
             before, other_head = ids[:index], not behind
             known = frozenset(before)
-            best = self._best(behind or options, span, before, known, fusion, other_head)
+            best = self._best(
+                behind or options, span, before, known, fusion, other_head, is_soonest
+            )
             facts = best.facts
             overhead = fix_overhead(facts.prefix, facts.scores, before, other_head=other_head)
-            self.chosen[index] = Piece(
+            chosen[index] = Piece(
                 span.start,
                 span.end,
                 index,
@@ -265,6 +278,7 @@ class _Walk:
                 cfo=cfo(1.0, overhead, span.end - span.start),
                 other_head=other_head,
             )
+        return chosen
 
     def cuts(self, fusion: FusionRequest) -> tuple[list[_Cut], tuple[str, ...]]:
         """(a cut at each hit, why there is none further on)."""
@@ -342,18 +356,19 @@ class _Walk:
         known: frozenset[ChunkId],
         fusion: FusionRequest,
         other_head: bool,
+        is_soonest: bool,
     ) -> Candidate:
         """The source to move. Cache-Craft takes the lowest CFO (3.3). Otherwise, of those that pay,
         what saves most: the computation of the chunk's share that has seen what it sees here,
-        counted in chunks, less the move. So a source more makes no plan dearer. Among equals
-        preprocessed ones come first, as FusionRAG wants them used."""
+        counted in chunks, or none of it if `is_soonest`, less the move. Among equals preprocessed
+        ones come first, as FusionRAG wants them used."""
         num_tokens = span.end - span.start
         computed = self._computed(num_tokens, span.end)
         saved = computed * (1 - fusion.expected_ratio if fusion.recomputes else 1)
 
         def score(option: Candidate) -> tuple[bool, float, bool, int]:
             facts = option.facts
-            seen = len(known.intersection(facts.prefix)) / max(1, len(known))
+            seen = len(known.intersection(facts.prefix)) / max(1, len(known)) * (not is_soonest)
             move = self._moved(option, num_tokens)
             pays = self.costs is None or move < saved
             # Of equals the one that has seen least of what is not here.

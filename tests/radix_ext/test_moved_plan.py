@@ -578,6 +578,15 @@ def test_source_that_pays_comes_before_one_that_has_seen_more() -> None:
         assert [piece.source for piece in plan.pieces if piece.source] == [far]
 
 
+def test_dear_source_that_has_seen_more_does_not_end_a_plan_that_pays() -> None:
+    """Each chunk's move alone would pay: the pass has a price of its own."""
+    costs = {**make_costs(recompute=(5.0, 1.0), host=0.25), Phase.EXTEND: Line(1.0, 1.0)}
+    near, far, fusion = make_copy(), make_copy(ids("A"), where="host"), make_request("first", 0.15)
+    for sources in ([near], [near, far]):
+        plan = plan_of("AAABBBBBBBBB.", {"B": sources}, fusion=fusion, costs=costs)
+        assert [piece.source for piece in plan.pieces if piece.source] == [near]
+
+
 def _saved(piece: Piece, costs: Mapping[Phase, Line]) -> float:
     """Of computing the share of the chunk that has seen what it sees here, less the move."""
     num_tokens = piece.end - piece.start
