@@ -108,7 +108,6 @@ def _hooks(settings: ChunkCacheConfig | None) -> Iterator[tuple[str, Callable[..
         yield CHECK_POOL, _add_up_slots, HookType.AROUND
     if settings.reuse == "fused" or settings.storage_backend is not None:
         yield ADD_TO_BATCH, _add_or_wait, HookType.AROUND
-    if settings.storage_backend is not None:
         for target in UPDATES:
             yield target, _tell_update, HookType.BEFORE
 

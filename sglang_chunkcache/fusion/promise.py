@@ -265,8 +265,7 @@ class Fuser:
         self.promises.reset()
         self.keeper.captures.clear()
         before, self._weights = self._weights, self._fingerprint()
-        is_sure = self._weights is not None and (self.tier is None or not self.tier.storage.is_off)
-        keeps = self._weights == before and is_sure
+        keeps = self._weights is not None and self._weights == before
         self.store.clear(keep=lambda variant: variant.preprocessed and keeps)
         if self._weights != before and self.calibrator is not None:
             self.fusion_pass.calibration = self.calibrator.kept(self._weights)
@@ -277,6 +276,10 @@ class Fuser:
                 )
         if self.tier is not None:
             self.tier.storage.start(self._weights, self.fusion_pass.calibration.heads)
+
+    def doubt_weights(self) -> None:
+        """They change, so what comes into the store until `reset` may be of any."""
+        self._weights = None
 
     def stats(self) -> dict[str, Any]:
         """For `/chunkcache/stats`."""

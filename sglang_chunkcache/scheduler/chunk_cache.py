@@ -190,9 +190,11 @@ class ChunkRadixCache(ChunkTree):
 
     def doubt_weights(self) -> None:
         """The weights change: as long as the tree is not emptied, KV of two weights may be mixed,
-        and none of it outlives the process. Called by our hook."""
+        and none of it outlives that. Called by our hook."""
         if self.tiers.storage is not None:
             self.tiers.storage.stop()
+        if self.tiers.fuser is not None:
+            self.tiers.fuser.doubt_weights()
 
     def stats(self) -> dict[str, Any]:
         """For `/chunkcache/stats`, O(1): tokens unless they say chunks, nodes or seconds."""

@@ -80,7 +80,7 @@ def test_missing_hooks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang logs that it could not apply one, and goes on."""
     in_rank = {hooks.GET_INTERNAL_STATE, hooks.ADD_TO_QUEUE, hooks.FORWARD}
     every = {*in_rank, hooks.GENERATE_REQUEST, hooks.DECIDE_AUTH}
-    waits = {hooks.ADD_TO_BATCH}
+    waits = {hooks.ADD_TO_BATCH, *hooks.UPDATES}
     fused = {"reuse": "fused", "host_mib": 0}
     maps = {hooks.BUILD_ALLOCATOR, hooks.CHECK_POOL}
     for knobs, is_main, missing in (
@@ -89,7 +89,7 @@ def test_missing_hooks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ({}, True, every),
         ({"host_mib": 0}, False, in_rank),
         ({"tree": "stock"}, False, {hooks.GET_INTERNAL_STATE}),
-        ({"storage_backend": "file"}, True, every | waits | {*hooks.UPDATES}),
+        ({"storage_backend": "file"}, True, every | waits),
     ):
         settings = ChunkCacheConfig(**knobs)
         monkeypatch.setattr(HookRegistry, "_patched", set())

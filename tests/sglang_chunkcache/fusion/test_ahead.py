@@ -47,6 +47,18 @@ def test_chunk_is_kept_as_it_became_and_nothing_else() -> None:
     assert found(rank, A, B, C, cache_salt="pepper") == NOT_YET
 
 
+def test_what_was_made_while_the_weights_were_others_is_not_kept() -> None:
+    """The old ones are back before anybody flushes."""
+    rank = Rank(capacity=100)
+    rank.cache.doubt_weights()
+    rank.weights = 1
+    for chunks in ((A,), (B,), (A, B)):
+        preprocess(rank, *chunks)
+    rank.weights = 0
+    rank.flush()
+    assert found(rank, A, B) == NOT_YET
+
+
 def test_what_requests_have_left_is_not_what_preprocessing_makes() -> None:
     """An ordinary variant stays for no request. Alone a chunk is an ordinary variant."""
     rank = Rank(capacity=100)
