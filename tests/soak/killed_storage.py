@@ -127,6 +127,7 @@ def kill_one(folder: Path, first: int, rng: random.Random) -> list[tuple[str, in
 def run(folder: Path, num_kills: int, seed: int) -> dict[str, Any]:
     """Counts of all kills. `lost`, `torn` and `wrong` must be 0."""
     counts, rng, kept = Counter[str](), random.Random(seed), set[int]()
+    torch.set_num_threads(1)  # a child has none of its parent's threads, and would wait for them
     rank = folder_of(config_of(folder), "rank0")
     for kill in range(num_kills):
         for kind, number in kill_one(folder, kill * 10_000, rng):
