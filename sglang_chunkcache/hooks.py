@@ -66,6 +66,7 @@ UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeig
 UPDATES = [
     *(f"{UPDATER}.update_weights_from_{each}" for each in ("disk", "distributed", "tensor", "ipc")),
     f"{UPDATER}.begin_weight_update",
+    f"{UPDATER}.check_weights",
 ]
 DECIDE_AUTH = "sglang.srt.utils.auth.decide_request_auth"
 GENERATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
@@ -202,7 +203,10 @@ def _add_or_wait(add: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> A
     return AddReqResult.CONTINUE if result is None else result
 
 
-def _tell_update(updater: Any, *args: Any, **kwargs: Any) -> None:
+def _tell_update(updater: Any, recv_req: Any) -> None:
+    # of the checks one overwrites the weights
+    if getattr(recv_req, "action", "reset_tensors") != "reset_tensors":
+        return
     cache = _ours(None if updater.scheduler is None else updater.scheduler.tree_cache)
     if cache is not None:
         cache.doubt_weights()

@@ -15,7 +15,11 @@ import pytest
 pytest.importorskip("sglang")
 
 import torch
-from sglang.srt.managers.io_struct import EmbeddingReqInput, GenerateReqInput
+from sglang.srt.managers.io_struct import (
+    CheckWeightsReqInput,
+    EmbeddingReqInput,
+    GenerateReqInput,
+)
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.managers.scheduler_components.pool_stats_observer import PoolStats
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
@@ -152,7 +156,10 @@ def test_arrival_and_update_are_told_to_our_cache(monkeypatch: pytest.MonkeyPatc
     hooks._tell_arrival(None, nobody, "req")
     for each in (scheduler, nobody, None):
         hooks._tell_update(SimpleNamespace(scheduler=each), "request")
-    assert told == ["req", "doubt"]
+    for action in ("checksum", "reset_tensors"):
+        check = CheckWeightsReqInput(action=action)
+        hooks._tell_update(SimpleNamespace(scheduler=scheduler), check)
+    assert told == ["req", "doubt", "doubt"]
 
 
 @pytest.mark.parametrize("is_idle", [False, True])
