@@ -138,10 +138,10 @@ def order_penalty(prefix_old: Prefix, prefix_new: Prefix) -> float:
 
 def inter_density(scores: Attention, *, other_head: bool = False) -> float:
     """a-bar (eq. 9, 10): sum over the prefix of inter / (num_tokens * prefix_len); layer means."""
-    parts = [*zip(scores.inter, scores.prefix_lens, strict=True)]
+    parts, num_tokens = [*zip(scores.inter, scores.prefix_lens, strict=True)], scores.num_tokens
     if other_head and scores.head_len:
         parts.append((scores.head, scores.head_len))
-    return sum(mass / (scores.num_tokens * length) for mass, length in parts)
+    return sum(mass / (num_tokens * length) for mass, length in parts)
 
 
 def intra_density(scores: Attention) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import ceil, log
+from unittest import mock
 
 import pytest
 from hypothesis import assume, given
@@ -43,6 +44,21 @@ def test_alpha_rules_over_the_ratio() -> None:
     for ratio, rest in ((0.0, []), (1.0, [0, 1, 2, 3])):
         selection = CONTEXT.select(chunks, make_request(ratio=ratio, alpha=2.0), NOTHING)
         assert as_lists(selection) == [[2, 3], rest]
+
+
+def test_a_longer_prefix_asks_no_tensor_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 64 chunks behind each other it would be 2,016 times."""
+
+    def asked(old: str) -> int:
+        scores = make_scores([1.0] * len(old), [4] * len(old), context=[0.0] * 4)
+        chunk = make_chunk("z", 0, 4, old=old, scores=scores)
+        length = mock.PropertyMock(return_value=4)
+        with monkeypatch.context() as patch:
+            patch.setattr(ChunkScores, "num_tokens", length)
+            CONTEXT.select([chunk], make_request(ratio=0.5), NOTHING)
+        return length.call_count
+
+    assert asked("abcdefgh") == asked("a")
 
 
 @given(case=cases(), ratio=st.floats(0.05, 0.95))
