@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -103,16 +104,19 @@ def _lay_out(
     if sequence.sees_fresh:
         # The common case, fresh tokens behind all cached ones: no layer has to reorder its keys.
         in_order = not len(key_positions) or int(key_positions[-1]) < int(positions[0])
-        key_positions, order = torch.cat([key_positions, positions]).sort()
-        order = None if in_order else order
-        visible = torch.searchsorted(key_positions, positions, right=True).tolist()
+        key_positions = torch.cat([key_positions, positions])
+        if not in_order:  # two ascending runs, which numpy merges and torch would sort
+            order = torch.from_numpy(np.argsort(key_positions.numpy(), kind="stable"))
+            key_positions = key_positions[order]
+        visible = torch.searchsorted(key_positions, positions, right=True)
     else:
-        visible = request.visible().tolist()
+        visible = request.visible()
     blocks = []
     for start in range(0, len(visible), block_rows):
         end = min(start + block_rows, len(visible))
+        first, last = int(visible[start]), int(visible[end - 1])
         # Without a mask scaled_dot_product_attention may take its fast kernels.
-        blocks.append(Block(start, end, visible[end - 1], visible[start] < visible[end - 1]))
+        blocks.append(Block(start, end, last, first < last))
     return SequenceLayout(
         rows=rows,
         positions=upload(positions, device),

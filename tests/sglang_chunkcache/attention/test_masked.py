@@ -197,6 +197,25 @@ def test_blocks_end_at_their_last_query() -> None:
     assert layout.blocks == ((0, 2, 4, True), (2, 3, 9, False))
 
 
+@pytest.mark.parametrize("writes", [True, False])
+def test_layout_neither_lists_nor_sorts_tokens(
+    writes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host would do so before each pass, with all keys of the prompt."""
+    kv = row_of(10) if writes else dict.fromkeys((0, 1, 4, 9), 7)
+    sequence = make_sequence([2, 3, 8], kv, writes=writes)
+    for name in ("tolist", "sort"):
+        monkeypatch.setattr(Tensor, name, None)
+    (layout,) = plan([sequence], "cpu", block_rows=2).sequences
+    if writes:
+        assert layout.key_order is None
+    else:
+        assert layout.key_order is not None
+        assert [int(at) for at in layout.key_order] == [0, 1, 4, 5, 2, 6, 3]
+        assert [int(at) for at in layout.key_positions] == [0, 1, 2, 3, 4, 8, 9]
+        assert layout.blocks == ((0, 2, 4, True), (2, 3, 6, False))
+
+
 def test_what_is_more_is_refused() -> None:
     """What this pass does not compute must not be answered with plain causal attention."""
     sequence, pool = make_sequence([3], row_of(30), writes=True), make_pool()
