@@ -25,6 +25,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sglang_chunkcache.attention.upload import upload
+
 TILE_BYTES = 8192
 """Of rows that one program moves: four 16-byte loads a thread.
 Computed from latency times bandwidth, not measured."""
@@ -37,10 +39,7 @@ ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float3
 
 def relocate(*sides: Any, **how: Any) -> None:
     """Copy tokens' KV from `source` to `target`, keys turned. Queued on the current stream.
-    Arguments and errors as in `launch_arguments`.
-
-    Synchronises once for each set of buffers, to copy their addresses to the device; never after
-    that.
+    Arguments and errors as in `launch_arguments`. No synchronisation.
     """
     arguments, num_programs = launch_arguments(*sides, **how)
     if num_programs:
@@ -113,9 +112,10 @@ def _addresses(pointers: tuple[int, ...], device: torch.device) -> tuple[Tensor,
     """The addresses on the device, and the alignment in bytes that all of them share, up to 16.
 
     Cached by address, not by pool: a pool may be given new buffers. Layers that are written one by
-    one have an entry each.
+    one have an entry each, as has each number of layers before a pass. Queued on the current
+    stream: another one that moves the same buffers later has to wait for it, for their sake.
     """
-    return torch.tensor(pointers, dtype=torch.int64, device=device), math.gcd(16, *pointers)
+    return upload(torch.tensor(pointers, dtype=torch.int64), device), math.gcd(16, *pointers)
 
 
 def _power_of_two(size: int) -> int:
