@@ -226,9 +226,9 @@ class Sharing:
         return known.rows * self._slot_map.are_same(known.rows, known.since)
 
     def _remember(self, identity: Identity, facts: KvFacts, rows: Tensor) -> None:
-        self._known.setdefault(identity, {})[origin(facts)] = _Rows(
-            facts, rows, self._slot_map.num_given
-        )
+        # else a chunk that is always asked for would have all places that it ever came from
+        known = self._known[identity] = self._live(self._known.get(identity, {}))
+        known[origin(facts)] = _Rows(facts, rows, self._slot_map.num_given)
         if len(self._known) > self._sweep_at:
             live = {chunk: self._live(known) for chunk, known in self._known.items()}
             self._known = {chunk: known for chunk, known in live.items() if known}

@@ -13,7 +13,7 @@ from sglang_chunkcache.fusion import sharing
 from sglang_chunkcache.fusion.outcome import outcome_of
 from sglang_chunkcache.wire.report import Fallback
 from tests.kit.fused import Rank, report, sources, wheres
-from tests.kit.requests import A, E, asks, fused
+from tests.kit.requests import A, E, asks, fused, rag
 from tests.reference.one_copy import MappedContents
 from tests.reference.scheduler import FakeReq
 
@@ -240,6 +240,17 @@ def test_rows_that_go_before_the_promise_are_missed() -> None:
     assert rank.fuser.commit(late, late.last_node) is None
     assert outcome_of(late).declined == [Fallback.SOURCE_GONE]
     assert rank.allocator.slot_map.num_used == 0
+
+
+def test_chunk_forgets_places_whose_rows_are_gone() -> None:
+    """It is asked for all the time, and always comes from another place."""
+    rank = Rank(capacity=80, prefill_budget=1000, one_copy="on")
+    for head in range(4):
+        rank.serve(rag(A, E, head=[100 + head]))
+        rank.together(fused(E, head=[100 + head]))
+        rank.evict(80)
+    assert rank.fusion_pass.sharing is not None
+    assert [len(known) for known in rank.fusion_pass.sharing._known.values()] == [1]
 
 
 def test_flush_forgets_rows(monkeypatch: pytest.MonkeyPatch) -> None:
