@@ -45,6 +45,7 @@ class Candidate:
 
     facts: KvFacts
     where = ""  # the tier
+    has_rows = False  # on the device, too
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,7 +435,7 @@ class _Walk:
 
 def _move_of(source: Candidate, num_tokens: int) -> tuple[Phase, Work]:
     """All moves on the device are one call, whose own time counts for nothing here."""
-    is_here = source.where == Phase.DEVICE
+    is_here = source.where == Phase.DEVICE or source.has_rows
     return Phase.DEVICE if is_here else Phase.HOST, Work(not is_here, num_tokens)
 
 

@@ -45,6 +45,8 @@ class HostCopy(Candidate):
     """A variant of the store. A plain reference: it may leave the store meanwhile."""
 
     facts: Variant
+    has_rows: bool = False
+    """Rows of the device's pool have all of it, so that nothing is loaded."""
     where = "host"
 
 
@@ -129,7 +131,7 @@ class ChunkSources:
 
     Args:
         max_copies: device copies of one chunk that a plan looks at, latest first.
-        shared: facts of `RowCopy`s of a chunk. None: there are none.
+        shared: facts of a chunk's copies that rows have all of. None: there are none.
     """
 
     def __init__(
@@ -158,11 +160,11 @@ class ChunkSources:
             *(DeviceCopy(self._copies.facts_of(node), node) for node in copies),
             *(HostCopy(variant) for variant in (*self._store.find(identity), *coming)),
         ]
-        if self._shared is not None:
-            known = {origin(each.facts) for each in found}
-            shared = self._shared(identity)
-            found += [RowCopy(facts) for facts in shared if origin(facts) not in known]
-        return found
+        rows = {origin(f): f for f in self._shared(identity)} if self._shared is not None else {}
+        for index, each in enumerate(found if rows else ()):
+            if rows.pop(origin(each.facts), None) is not None and isinstance(each, HostCopy):
+                found[index] = HostCopy(each.facts, has_rows=True)
+        return [*found, *map(RowCopy, rows.values())]
 
     def are_there(self, plan: ReusePlan) -> bool:
         """Whether the tree still holds the plan's device copies, and the store its variants."""

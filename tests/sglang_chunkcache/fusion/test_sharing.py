@@ -3,12 +3,14 @@ whose they are."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 pytest.importorskip("sglang")
 
+from radix_ext.costs import Line, Phase
 from sglang_chunkcache.fusion import sharing
 from sglang_chunkcache.fusion.outcome import outcome_of
 from sglang_chunkcache.wire.report import Fallback
@@ -82,6 +84,23 @@ def test_later_requests_share_while_a_row_lives() -> None:
     run(rank, reqs[3])
     assert (report(reqs[3]).shared, num_loaded(rank)) == (0, 2 * len(E))
     end(rank, reqs[3])
+
+
+def test_what_lives_on_the_device_is_priced_as_there() -> None:
+    """Though its source is in host memory, from where loading would not pay."""
+    rank, first = make_rank(), moved(3, fusion=replace(asks(), always=True))
+    computed = dict.fromkeys((Phase.EXTEND, Phase.RECOMPUTE), Line(each=1.0))
+    free = {phase: Line() for phase in Phase}
+    rank.fuser.pricing.costs = {**free, **computed, Phase.HOST: Line(fixed=1000.0)}
+    run(rank, first)
+    run(rank, second := moved(4))
+    end(rank, first, second)
+    rank.evict(80)
+    run(rank, last := moved(5))
+    assert [report(req).relocated for req in (first, second, last)] == [len(E), len(E), 0]
+    assert (wheres(report(second)), num_loaded(rank)) == (["host"], len(E))
+    assert report(last).fallbacks == (Fallback.NOT_WORTH_IT,)
+    end(rank, last)
 
 
 def test_copy_that_has_left_the_tree_is_shared_as_its_twin_in_the_store() -> None:
