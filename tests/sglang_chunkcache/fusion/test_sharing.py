@@ -14,10 +14,12 @@ from radix_ext.costs import Line, Phase
 from sglang_chunkcache.fusion import sharing
 from sglang_chunkcache.fusion.outcome import outcome_of
 from sglang_chunkcache.wire.report import Fallback
-from tests.kit.fused import Rank, report, sources, wheres
+from tests.kit.fused import Disk, Rank, disk, report, sources, wheres
 from tests.kit.requests import A, E, asks, fused, rag
 from tests.reference.one_copy import MappedContents
 from tests.reference.scheduler import FakeReq
+
+__all__ = ["disk"]  # the fixture
 
 HALF = asks("query", 0.5)
 """Recomputes the first half of what is moved."""
@@ -141,6 +143,20 @@ def test_own_rows_take_no_more_than_copies_would(is_read_by_another: bool) -> No
 
 def _halves(rank: Rank, req: FakeReq) -> Any:
     return rank.rows.req_to_token[req.kv.req_pool_idx, 3 : 3 + len(E)].long().chunk(2)
+
+
+def test_what_the_storage_has_is_loaded_once_after_a_restart(disk: Disk) -> None:
+    rank = disk.restarted(A, E, capacity=80, prefill_budget=1000, one_copy="on")
+    reqs = [moved(3), moved(5)]
+    for req in reqs:
+        rank.cache.arrived(req)
+    disk.settle()
+    run(rank, *reqs)
+    assert [wheres(report(req)) for req in reqs] == [["host"], ["host"]]
+    assert ([report(req).shared for req in reqs], num_loaded(rank)) == ([0, len(E)], len(E))
+    end(rank, *reqs)
+    rank.evict(80)
+    assert rank.allocator.slot_map.num_used == 0
 
 
 def test_what_has_failed_to_come_is_loaded_by_whoever_shares_it() -> None:
