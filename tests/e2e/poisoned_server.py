@@ -14,7 +14,7 @@ request loads is compared, bit by bit, with what was saved; a difference ends th
 CPU alone: comparing waits for the device.
 
 With one copy of a chunk it is rows that are poisoned, with the last slot that means them, and
-SGLang's checks of the pool check the map of slots, too.
+SGLang's checks of the pool check the map of slots, too. A row that is written has one slot.
 
 SGLang's processes import the main module again, so that the patches below are in the scheduler as
 well. With `SABOTAGE_VAR` naming a file, moving KV on the device does nothing while that file
@@ -38,9 +38,11 @@ from sglang_chunkcache import launch_server
 import torch
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.token import TokenToKVPoolAllocator
+from sglang.srt.mem_cache.memory_pool import unwrap_write_loc
 from sglang.srt.model_executor.model_runner import ModelRunner
 
 from sglang_chunkcache.attention.slot_map import MappedPool, SlotMap, rows_of
+from sglang_chunkcache.cpu.one_copy import OneCopyPool
 from sglang_chunkcache.scheduler.one_copy import OneCopyRadixCache
 
 SABOTAGE_VAR = "POISONED_SERVER_SABOTAGE"
@@ -54,6 +56,7 @@ _init_runner = ModelRunner.__init__
 _runners: list[Any] = []
 _pools: list[Any] = []
 _drop, _in_slots = SlotMap._drop, OneCopyRadixCache.in_slots
+_set_kv = OneCopyPool.set_kv_buffer
 
 
 def _keep_runner(runner: Any, *args: Any, **kwargs: Any) -> None:
@@ -103,6 +106,13 @@ def _checking_in_slots(cache: Any, stats: Any) -> Any:
     return _in_slots(cache, stats)
 
 
+def _checking_set_kv(pool: Any, layer: Any, loc_info: Any, *kv: Any, **how: Any) -> None:
+    slots, *_ = unwrap_write_loc(loc_info)
+    owners = pool.slot_map._owners[pool.slot_map.rows(slots)]
+    assert owners.max() <= 1, "a row is written that others hold"
+    _set_kv(pool, layer, loc_info, *kv, **how)
+
+
 def _poisoning_clear_pages(allocator: Any) -> None:
     _clear_pages(allocator)
     poison(allocator._kvcache, slice(None))
@@ -123,6 +133,7 @@ def install() -> None:
     TokenToKVPoolAllocator.clear, TokenToKVPoolAllocator.free = _poisoning_clear, _poisoning_free
     SlotMap._drop = _poisoning_drop  # type: ignore[method-assign, assignment]
     OneCopyRadixCache.in_slots = _checking_in_slots  # type: ignore[method-assign, assignment]
+    OneCopyPool.set_kv_buffer = _checking_set_kv  # type: ignore[method-assign, assignment]
     PagedTokenToKVPoolAllocator.clear = _poisoning_clear_pages
     if _release_pages is not None:
         PagedTokenToKVPoolAllocator._release_page_ids = _poisoning_release
