@@ -66,8 +66,8 @@ def write_model(
     vocab_size: int = VOCAB,
 ) -> None:
     """A random model as files. Weights are large enough that attention is far from uniform. Further
-    families, for servers: `gemma3` (every other layer sees 64 tokens), `qwen3_moe`, `deepseek_v2`
-    (MLA).
+    families, for servers: `gemma3` (every other layer sees 64 tokens), `mellum` (so, too, with a KV
+    pool of its own for those layers), `qwen3_moe`, `deepseek_v2` (MLA).
 
     Args:
         head_dim: None: 16, or 32 where heads are wider than hidden / heads.
@@ -100,7 +100,9 @@ def write_model(
         "rope_parameters": scaled | {"rope_type": "yarn", "mscale": 1.0, "mscale_all_dim": 1.0},
         **few,
     }
-    windows = [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
+    types = [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
+    windows = {"sliding_window": 64, "layer_types": types, "head_dim": 16}
+    experts = {"num_experts": 4, "moe_intermediate_size": 32, **few}
     makers: dict[str, tuple[str, dict[str, Any]]] = {
         "llama": ("Llama", {}),
         "llama3": ("Llama", {"rope_parameters": scaled | llama3 | LLAMA3_CONTEXT}),
@@ -109,9 +111,10 @@ def write_model(
         "qwen3_yarn": ("Qwen3", {**wide, "rope_parameters": scaled | {"rope_type": "yarn"}}),
         "mistral": ("Mistral", {**wide, "sliding_window": None}),
         "stablelm": ("StableLm", {"num_key_value_heads": 4, "partial_rotary_factor": 0.25}),
-        "gemma3": ("Gemma3Text", {"sliding_window": 64, "layer_types": windows, "head_dim": 16}),
+        "gemma3": ("Gemma3Text", windows),
+        "mellum": ("Mellum", {**windows, **experts}),
         "deepseek_v2": ("DeepseekV2", mla),
-        "qwen3_moe": ("Qwen3Moe", {"num_experts": 4, "moe_intermediate_size": 32, **wide, **few}),
+        "qwen3_moe": ("Qwen3Moe", {**experts, **wide}),
     }
     name, extra = makers[family]
     config = getattr(transformers, f"{name}Config")(**{**sizes, **extra}, dtype=dtype)

@@ -20,21 +20,26 @@ from eval.http import post
 from eval.server import Server
 from eval.task import Request, TextChunk
 from eval.tasks.world import world_requests
+from eval.world.world import World
 from tests import models
 from tests.e2e.asking import (
     CHAT,
     EXPLAIN,
+    ask,
     assistant,
+    body_of,
     chat,
     chunks_of,
     flush,
+    logprobs_of,
     metrics_of,
     rank_of,
     stats_of,
+    text_of,
     user,
 )
 from tests.e2e.conftest import STRICT
-from tests.e2e.crowding import check_that_chain_comes_back
+from tests.e2e.crowding import QUESTION, check_that_chain_comes_back, crowd_out
 from tests.reference.tiny_tokenizer import make_tokenizer
 from tests.soak import mixed_load
 from tests.soak.answers import (
@@ -55,7 +60,7 @@ PAGE = 16
 PAGED = ["--page-size", str(PAGE)]
 LARGE_POOL = ["--max-total-tokens", "8192"]
 POOL = ["--max-total-tokens", "2400", "--chunked-prefill-size", "32", "--max-running-requests", "8"]
-UNPINNED = ("-m", "tests.e2e.unpinned_server")
+ON_CPU = ("-m", "tests.e2e.cpu_server")
 _numbers = count()
 
 
@@ -294,6 +299,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Any:
         ("deepseek_v2", [], "chunk"),
         ("deepseek_v2", PAGED, "chunk"),
         ("llama", ["--chunkcache-tree", "stock"], "stock"),
+        ("mellum", [], "stock"),
         ("gemma3", PAGED, "chunk"),
         ("qwen3_moe", ["--page-size", "64"], "chunk"),
     ],
@@ -306,8 +312,8 @@ def test_random_model(
     tmp_path: Path,
     tolerances: dict[str, float],
 ) -> None:
-    """Under `auto`: dense, sliding windows shorter than the prompts, mixtures of experts,
-    MLA."""
+    """Under `auto`: dense, sliding windows shorter than the prompts with one KV pool and with one
+    of their own, mixtures of experts, MLA."""
     # by default SGLang computes a float32 model in float16
     given = ["--model-path", str(model_of(family)), "--dtype", "float32", *LARGE_POOL, *flags]
     with Server(given, log=tmp_path / "log", env=STRICT) as server:
@@ -334,7 +340,7 @@ def test_adapters_share_nothing(
     flags = ["--model-path", str(model), "--dtype", "float32", "--chunkcache-tree", tree]
     flags += ["--enable-lora", "--lora-paths", f"a={adapter}", "--lora-backend", "torch_native"]
     flags += LARGE_POOL
-    with Server(flags, log=tmp_path / "log", env=STRICT, launcher=UNPINNED) as server:
+    with Server(flags, log=tmp_path / "log", env=STRICT, launcher=ON_CPU) as server:
         requests, seen = make_requests(5, 6), list[list[Answer]]()
         for lora in (None, "a"):
             first, *others = replies = run(server, requests, lora_path=lora)
@@ -349,6 +355,30 @@ def test_adapters_share_nothing(
             assert worst < tolerances["float32"]
             seen.append(reference)
         assert all(map(differences, *([[each] for each in answers] for answers in seen)))
+
+
+@pytest.mark.nightly
+def test_hicache_keeps_what_leaves_the_device(tmp_path: Path) -> None:
+    """SGLang's own host memory: the front is told what is there, orders by it, and answers are
+    those of before."""
+    hicache = ["--enable-hierarchical-cache", "--hicache-ratio", "4"]
+    hicache += ["--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"]
+    flags = ["--model-path", "bundled", *PAGED, *POOL, *hicache]
+    passages = World(77, 20).passages[:4]
+    with Server(flags, log=tmp_path / "log", env=STRICT, launcher=ON_CPU) as server:
+        assert is_stock(server)
+        first, again = (ask(server, passages, QUESTION, cache_salt="a") for _ in range(2))
+        crowd_out(server, "crowd")
+        told = post(server.url + EXPLAIN, body_of(passages, QUESTION, cache_salt="a"))
+        back = ask(server, passages[::-1], QUESTION, cache_salt="a", order="tree")
+        other = ask(server, passages, QUESTION, cache_salt="b")
+    assert told["exact"] == 0, "nothing has left the device"
+    exact = again["chunkcache"]["fates"]["exact"]
+    assert back["chunkcache"]["fates"]["exact"] == exact > PAGE
+    assert back["chunkcache"]["order"] == again["chunkcache"]["order"]
+    assert text_of(back) == text_of(first)
+    assert logprobs_of(back) == pytest.approx(logprobs_of(first), abs=1e-5)
+    assert other["chunkcache"]["fates"]["exact"] == 0
 
 
 @pytest.mark.nightly

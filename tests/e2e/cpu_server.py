@@ -1,0 +1,64 @@
+"""A server without a GPU on which runs what SGLang has for GPUs alone: adapters and HiCache.
+
+python -m tests.e2e.cpu_server FLAGS
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+
+from sglang_chunkcache import launch_server
+from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
+
+
+def install() -> None:
+    """In this process."""
+    define_torchvision_ops()  # without which nothing of SGLang is imported on a CPU build
+    _pin_nothing()
+    _copy_to_host_memory()
+
+
+def _pin_nothing() -> None:
+    def unpinned(create: Any) -> Any:
+        @wraps(create)
+        def created(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+            return create(*args, **kwargs)
+
+        return created
+
+    torch.tensor, torch.empty, torch.zeros = map(unpinned, (torch.tensor, torch.empty, torch.zeros))
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+
+
+def _copy_to_host_memory() -> None:
+    """As sgl_kernel's `transfer_kv_direct`, which only its CUDA build has."""
+    from sglang.srt.mem_cache.pool_host import base, common, mha
+
+    def copy(
+        src_layers: Sequence[torch.Tensor],
+        dst_layers: Sequence[torch.Tensor],
+        src_indices: torch.Tensor,
+        dst_indices: torch.Tensor,
+        page_size: int,
+    ) -> None:
+        for source, target in zip(src_layers, dst_layers, strict=True):
+            target[dst_indices] = source[src_indices]
+
+    patches: list[tuple[Any, str, Any]] = [
+        (mha, "transfer_kv_direct", copy),
+        (common, "_cuda_host_register", lambda *_: None),
+        (base, "HICACHE_HOST_MEMORY_RESERVE_BYTES", 0),  # of 10 GiB
+    ]
+    for module, name, value in patches:
+        setattr(module, name, value)
+
+
+if __name__ in ("__main__", "__mp_main__"):
+    install()
+if __name__ == "__main__":
+    launch_server.main(sys.argv[1:])
