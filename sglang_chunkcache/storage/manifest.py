@@ -22,7 +22,7 @@ from sglang_chunkcache.storage.key import Place
 logger = logging.getLogger(__name__)
 
 SCHEMA = 4
-"""Of the table. A manifest with another one is put aside."""
+"""Of the table. A folder with another one is refused: its entries would be deleted."""
 
 _TABLE = """CREATE TABLE IF NOT EXISTS entries (
     name TEXT PRIMARY KEY, model TEXT NOT NULL, tenant TEXT NOT NULL, chunk TEXT NOT NULL,
@@ -50,9 +50,14 @@ class InUseError(ValueError):
     """Another process has the folder."""
 
 
+class SchemaError(ValueError):
+    """The folder is another release's."""
+
+
 class Manifest:
     """Of one folder. Opened by one thread and used by another one afterwards, never by two at once.
-    Raises InUseError: another process has the folder; OSError: it cannot be made or written."""
+    Raises InUseError: another process has the folder; SchemaError: another release wrote it; OSError:
+    it cannot be made or written."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -60,6 +65,9 @@ class Manifest:
         file = folder / "manifest.sqlite"
         try:
             self._database = _opened(file)
+        except SchemaError:
+            os.close(self._lock)
+            raise
         except sqlite3.OperationalError as error:  # no room, no right: not the file's fault
             os.close(self._lock)
             raise OSError(f"{file}: {error}") from None
@@ -143,13 +151,16 @@ def _opened(file: Path) -> sqlite3.Connection:
         database.execute("PRAGMA synchronous = NORMAL")
         (schema,) = database.execute("PRAGMA user_version").fetchone()
         if schema not in (0, SCHEMA):
-            raise sqlite3.DatabaseError(f"schema {schema}, not {SCHEMA}")
+            raise SchemaError(
+                f"{file} is of another release (schema {schema}, this one has {SCHEMA}): name"
+                " another folder, or delete it"
+            )
         with database:
             database.execute(_TABLE)
             database.execute(f"PRAGMA user_version = {SCHEMA}")
             # Reads every page, so that damage shows now, while the start can still begin anew.
             database.execute("SELECT count(*) FROM entries").fetchone()
-    except sqlite3.Error:
+    except (sqlite3.Error, SchemaError):
         database.close()
         raise
     return database

@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 pytest.importorskip("msgspec")
 
 
-from sglang_chunkcache.storage.manifest import InUseError, Manifest, Row
+from sglang_chunkcache.storage.manifest import SCHEMA, InUseError, Manifest, Row, SchemaError
 from tests.examples import examples
 from tests.kit.storages import make_row
 
@@ -50,17 +50,27 @@ def test_folder_has_one_process(tmp_path: Path) -> None:
     assert reopened(tmp_path) == []
 
 
-@pytest.mark.parametrize("damage", ["no database", "nothing", "another version"])
+def test_folder_of_another_release_is_refused(tmp_path: Path) -> None:
+    """By name, as it is: put aside, its entries would be deleted as unknown ones."""
+    manifest, file = Manifest(tmp_path), tmp_path / "manifest.sqlite"
+    manifest.put(make_row())
+    manifest.close()
+    for version in (99, SCHEMA):
+        with closing(sqlite3.connect(file)) as database:
+            database.execute(f"PRAGMA user_version = {version}")
+        if version == 99:
+            with pytest.raises(SchemaError, match=f"schema 99, this one has {SCHEMA}"):
+                Manifest(tmp_path)
+    assert reopened(tmp_path) == [make_row()]
+
+
+@pytest.mark.parametrize("damage", ["no database", "nothing"])
 def test_damaged_manifest_is_put_aside(tmp_path: Path, damage: str) -> None:
     """An empty file is an empty database."""
     manifest, file = Manifest(tmp_path), tmp_path / "manifest.sqlite"
     manifest.put(make_row())
     manifest.close()
-    if damage == "another version":
-        with closing(sqlite3.connect(file)) as database:
-            database.execute("PRAGMA user_version = 99")
-    else:
-        file.write_bytes(b"no database" * 1000 if damage == "no database" else b"")
+    file.write_bytes(b"no database" * 1000 if damage == "no database" else b"")
     assert reopened(tmp_path) == []
     assert (tmp_path / "damaged.sqlite").exists() == (damage != "nothing")
 
