@@ -56,8 +56,8 @@ class SchemaError(ValueError):
 
 class Manifest:
     """Of one folder. Opened by one thread and used by another one afterwards, never by two at once.
-    Raises InUseError: another process has the folder; SchemaError: another release wrote it; OSError:
-    it cannot be made or written."""
+    Raises InUseError: another process has the folder; SchemaError: another release wrote it;
+    OSError: it cannot be made or written."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
