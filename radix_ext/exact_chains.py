@@ -1,7 +1,7 @@
 """The nodes of exact chains in host memory, and all slots of its pool.
 
-    head tokens ── C1 ── (gone) ── C3        each chunk leaves for itself. An exact request reads up
-                    └─── C2                  to the first gap, a moved chunk what is behind it, too
+    text ── C1 ── (gone) ── C3               each chunk leaves for itself. An exact request reads up
+             └─── C2                         to the first gap, a moved chunk what is behind it, too
 
 The nodes are variants of an index, in which a moved chunk finds its KV whatever precedes it. Other
 variants of the index are in no chain: they were captured into the same pool. What a node of the
@@ -11,7 +11,7 @@ Invariants:
 - Slots that are held, since KV is read from them or written into them, belong to nobody else, and
   their node stays.
 - A chain key names all before the node's end, for one tenant.
-- The head's tokens stay as long as a chain that begins with them.
+- The text before chunks stays as long as one of them.
 """
 
 from __future__ import annotations
@@ -32,24 +32,26 @@ class ChainPlace(NamedTuple):
     """What a node of a chain is."""
 
     chain_key: Any
-    before: Any  # the chain key of what is before it. None: it is the tokens before the first chunk
+    before: Any  # the chain key of what is before it. None: nothing is
     above: ChainId
-    """What is before it, as `chain` names it. Of those tokens: what is before the first chunk."""
+    """What is before it, as `chain` names it. Of text: what is before the chunk that follows it."""
     start: int
     identity: Identity
     head: str
     prefix: Prefix
+    is_text: bool = False  # no chunk, but the tokens before one that no chunk has
 
 
 @dataclass(eq=False, kw_only=True)
 class ChainVariant(Variant):
-    """One chunk after one particular chain, or the tokens before the first chunk."""
+    """One chunk after one particular chain, or the text before chunks."""
 
     # As in `ChainPlace`, which has the others, too.
     identity: Identity
     chain_key: Any
     before: Any
     above: ChainId
+    is_text: bool = False
     chain: ChainId | None = None
     """Its own, if an exact request may come to it: what is before it is here, or on the device."""
     node: Any = None  # the chunk's on the device, where it is
@@ -146,7 +148,7 @@ class ExactChains(Generic[Node, Blob]):
             node.blob.let_go()
         if blob is None:
             return None
-        if place.before is not None:
+        if not place.is_text:
             self._below[place.above][place.chain_key] = None
         host = self._nodes[place.chain_key] = self._create_node(blob=blob, **place._asdict())
         return host
@@ -208,7 +210,7 @@ class ExactChains(Generic[Node, Blob]):
     def loaded(self, nodes: Sequence[Node]) -> None:
         """A request has these chunks of one chain copied to the device, which counts as a use."""
         for host in reversed(nodes):
-            if host.before is not None:
+            if not host.is_text:
                 self.index.held.use(host)
 
     def reset(self) -> None:
@@ -227,8 +229,8 @@ class ExactChains(Generic[Node, Blob]):
                 yield self._nodes[key]
 
     def _stays(self, variant: Variant) -> bool:
-        # without the tokens before them no request reads any chain
-        if isinstance(variant, ChainVariant) and variant.before is None:
+        # without the text before them no request reads any chain
+        if isinstance(variant, ChainVariant) and variant.is_text:
             return variant.blob.is_held or variant.above in self._below
         return bool(variant.blob.is_held)
 

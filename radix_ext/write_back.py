@@ -52,9 +52,9 @@ class WriteBackQueue(Generic[Node]):
     def num_waiting(self) -> int:
         return len(self._waiting)
 
-    def offer(self, chunks: Sequence[Any]) -> None:
+    def offer(self, chunks: Sequence[Any], *, is_later_turn: bool = False) -> None:
         """A request has used these exact nodes, from its first chunk on: note those that are worth
-        keeping.
+        keeping. Of a conversation that goes on all are: its next turn asks for them again.
 
         The end first: of nodes that were used alike the index evicts the one that was used least
         recently."""
@@ -63,7 +63,9 @@ class WriteBackQueue(Generic[Node]):
                 self._nodes.touch(host, self._facts_of(node).hits)
         for node in chunks if self._keeps else ():
             known = self._facts_of(node)
-            if not self._is_worth_it(hits=known.hits, promoted=known.promoted):
+            if not is_later_turn and not self._is_worth_it(
+                hits=known.hits, promoted=known.promoted
+            ):
                 return
             if known.host is None and len(self._waiting) < self._max_waiting:
                 self._waiting[node] = None

@@ -17,8 +17,8 @@
   are more than rows.
 - AROUND `ModelRunner.load_model`, at a terminal only: its time is shown (start_steps.py), and which
   process is the first rank's is known from then on.
-- BEFORE all of `SchedulerWeightUpdaterManager` that changes weights, with a storage only: where the
-  client asks for no flush, or an update fails half-way, nothing else tells that KV is of other
+- BEFORE all of `SchedulerWeightUpdaterManager` that changes weights, with `--reuse fused` or a
+  storage only: where the client asks for no flush, or an update fails half-way, nothing else tells that KV is of other
   weights, and what outlives the process is named by them.
 - AROUND `TokenizerManager.generate_request`, in the main process only: the one place that every
   endpoint's request passes before it goes to the scheduler. Looks for `chunks` that nobody reads,
@@ -66,8 +66,8 @@ UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeig
 UPDATES = [
     *(f"{UPDATER}.update_weights_from_{each}" for each in ("disk", "distributed", "tensor", "ipc")),
     f"{UPDATER}.begin_weight_update",
-    f"{UPDATER}.check_weights",
 ]
+CHECK_WEIGHTS = f"{UPDATER}.check_weights"
 DECIDE_AUTH = "sglang.srt.utils.auth.decide_request_auth"
 GENERATE_REQUEST = "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request"
 
@@ -111,6 +111,7 @@ def _hooks(settings: ChunkCacheConfig | None) -> Iterator[tuple[str, Callable[..
         yield ADD_TO_BATCH, _add_or_wait, HookType.AROUND
         for target in UPDATES:
             yield target, _tell_update, HookType.BEFORE
+        yield CHECK_WEIGHTS, _tell_check, HookType.BEFORE
 
 
 def _add_stats(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -203,10 +204,12 @@ def _add_or_wait(add: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> A
     return AddReqResult.CONTINUE if result is None else result
 
 
-def _tell_update(updater: Any, recv_req: Any) -> None:
-    # of the checks one overwrites the weights
-    if getattr(recv_req, "action", "reset_tensors") != "reset_tensors":
-        return
+def _tell_check(updater: Any, recv_req: Any) -> None:
+    if recv_req.action == "reset_tensors":  # overwrites them
+        _tell_update(updater)
+
+
+def _tell_update(updater: Any, *args: Any, **kwargs: Any) -> None:
     cache = _ours(None if updater.scheduler is None else updater.scheduler.tree_cache)
     if cache is not None:
         cache.doubt_weights()

@@ -246,7 +246,7 @@ class Replay:
                 count = count._replace(num_host_hits=num_loaded, num_host_token_hits=loaded_tokens)
         leaf = self._insert(chain, namespace, counts_hits=is_first)
         if self._host is not None and leaf is not None:
-            self._offload(self._host, leaf)
+            self._offload(self._host, leaf, None if is_first else history)
         if self._is_limited:
             self._make_room(leaf)
         num_nodes, num_tokens = self._tree.holdings.held(_RANK, Tier.DEVICE)
@@ -376,9 +376,13 @@ class Replay:
             held[-1].chain, rest, rank=_RANK, tier=Tier.DEVICE, promoted_len=rest_promoted_len
         )
 
-    def _offload(self, host: HostTier, leaf: ChainNode) -> None:
-        """Copy what is worth it of the chain that ends in `leaf`."""
-        for gone in host.offload(leaf.path()):
+    def _offload(self, host: HostTier, leaf: ChainNode, history: _History | None) -> None:
+        """Copy what is worth it of the chain that ends in `leaf`. `history`: of a later turn, of
+        which in pages the first turn's chunks are copied, as by the server."""
+        path = leaf.path()
+        if history is not None and self._settings.page_size > 1:
+            path = path[: history.num_first]
+        for gone in host.offload(path, is_later_turn=history is not None):
             if gone.tier(_RANK) is Tier.HOST:
                 self._tree.evict(gone.chain, rank=_RANK)
 

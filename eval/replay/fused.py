@@ -303,7 +303,8 @@ class FusedReplay:
         )
         nodes = self._learn(leaf, prompt, len(found), moved)
         if self.host is not None:
-            self.host.offer([*takewhile(self._is_shared, nodes)])
+            shared = [*takewhile(self._is_shared, nodes)]
+            self.host.offer(shared, is_later_turn=history is not None)
         self.store.ask(
             (self._known[node].chunk, prompt.head, self._known[node].prefix) for node in nodes
         )

@@ -50,9 +50,11 @@ class HostTier:
     def __contains__(self, node: ChainNode) -> bool:
         return node in self._nodes
 
-    def offload(self, path: Sequence[ChainNode]) -> list[ChainNode]:
+    def offload(
+        self, path: Sequence[ChainNode], *, is_later_turn: bool = False
+    ) -> list[ChainNode]:
         """A request has used this chain: copy those of its nodes that are worth it, as far as there
-        is room.
+        is room; of a conversation that goes on all.
 
         Returns what left for that, children first. The caller drops what the device does not have.
         Nothing of the chain leaves.
@@ -60,7 +62,9 @@ class HostTier:
         last, gone = None, list[ChainNode]()
         for node in path:
             if node not in self._nodes:
-                if not worth_offloading(self._admission, hits=node.hits, promoted=node.promoted):
+                if not is_later_turn and not worth_offloading(
+                    self._admission, hits=node.hits, promoted=node.promoted
+                ):
                     break
                 gone += self._make_room(node, path)
                 if not self._has_room(node):

@@ -222,13 +222,14 @@ class ChunkTree(compat.Tree):  # type: ignore[misc]
         super()._delete_leaf(node)
         self.copies.drop(node)
         known = facts(node)
+        if known.host is not None:
+            known.host.node = None
         if known.chain is None:
             return
         self.num_chunk_tokens -= chunk_len(node)
         self.num_promoted -= known.promoted
         self.num_evicted_chunks += 1
         if known.host is not None:
-            known.host.node = None
             self.log.append(Moved(known.chain, Tier.HOST))
         else:
             self.log.append(Evicted(known.chain))

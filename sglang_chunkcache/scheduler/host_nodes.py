@@ -19,7 +19,7 @@ from functools import reduce
 from hashlib import blake2b
 from typing import TYPE_CHECKING, NamedTuple
 
-from radix_ext import ChainId, ChunkId, Tier, extend_chain, root_chain
+from radix_ext import ChainId, ChunkId, Span, Tier, extend_chain, leading_area, root_chain
 from radix_ext.exact_chains import ChainCounts, ExactChains
 from radix_ext.variant_index import VariantIndex
 from sglang_chunkcache.scheduler.host_slots import HostSlots
@@ -77,30 +77,33 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
         keys = itertools.accumulate(names, below, initial=head_of(exact[0])[0])
         return [self._here(key) for key in itertools.islice(keys, 1, None)]
 
-    def after(self, key: ChunkKey, area_len: int, start: int, stop: int = 0) -> Iterator[Found]:
-        """What is here of the key's first `area_len` chunks and the tokens before them, behind its
-        first `start` slots and `stop` tokens, up to the first gap."""
-        area, page = key.spans[:area_len], self._tree.page_size
-        if not self._nodes or not area or start >= area[-1].end:
-            return
-        head_len = area[0].start
-        head_end = head_len - head_len % page
-        if start > head_end and all(span.start - span.start % page != start for span in area):
-            return
-        chain_key = root(key.token_ids[:head_len], key.extra_key, key.cache_salt)
-        if start < head_end:
-            host = self._here(chain_key)
-            if host is None:
-                return
-            yield Found(host, host.blob.slots[start:], head_len)
-        for span in area:
-            chain_key = below(chain_key, span.chunk)
-            if span.start - span.start % page < start or span.end <= stop:
+    def after(self, key: ChunkKey, start: int, stop: int = 0) -> Iterator[Found]:
+        """What is here of the key's chunks and the text before them, behind its first `start` slots
+        and `stop` tokens, up to the first gap. In pages: of its first chunk area."""
+        page = self._tree.page_size
+        for area, before in areas_of(key.spans) if self._nodes else ():
+            if area[-1].end <= start:
                 continue
-            host = self._here(chain_key)
-            if host is None:
+            first, text_end = before - before % page, area[0].start - area[0].start % page
+            chain_key = root(key.token_ids[: area[0].start], key.extra_key, key.cache_salt)
+            if start < text_end:
+                host = self._here(chain_key)
+                if host is None:
+                    return
+                yield Found(host, host.blob.slots[start - first :], area[0].start)
+                start = text_end
+            for span in area:
+                chain_key = below(chain_key, span.chunk)
+                begin = span.start - span.start % page
+                if begin < start or span.end <= stop:
+                    continue
+                host = self._here(chain_key)
+                if host is None or begin > start:
+                    return
+                yield Found(host, host.blob.slots, span.end)
+                start = span.end - span.end % page
+            if page > 1:
                 return
-            yield Found(host, host.blob.slots, span.end)
 
     def behind(self, host: HostNode) -> Iterator[HostNode]:
         """In pages: the nodes here that follow it and own the page in which it ends."""
@@ -167,18 +170,27 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
             self._tree.log.append(Evicted(host.chain))
 
 
+def areas_of(spans: Sequence[Span]) -> Iterator[tuple[tuple[Span, ...], int]]:
+    """The chunk areas: chunks that follow each other without text, and where what is before them
+    ends."""
+    end, rest = 0, spans
+    while area := leading_area(rest):
+        yield area, end
+        end, rest = area[-1].end, rest[len(area) :]
+
+
 def chain_of(head: str, chunks: Sequence[ChunkId]) -> ChainId:
     return reduce(extend_chain, chunks, root_chain(head))
 
 
 def chunks_to(node: TreeNode) -> list[TreeNode]:
-    """A prompt's chunks up to this one."""
+    """The chunks of the node's area up to this one."""
     chunks = itertools.takewhile(lambda each: facts(each).chunk is not None, up_from(node))
     return [*chunks][::-1]
 
 
 def head_of(node: TreeNode) -> tuple[bytes, list[TreeNode]]:
-    """(chain key, nodes on the device) of the tokens before a first chunk, which is `node`.
+    """(chain key, nodes on the device) of all tokens before an area's first chunk, `node`.
     The nodes have whole pages of them."""
     known, key, above = facts(node), node.key, [*up_from(node.parent)][::-1]
     if known.head_key is None:
@@ -189,7 +201,7 @@ def head_of(node: TreeNode) -> tuple[bytes, list[TreeNode]]:
 
 
 def root(token_ids: array[int], extra_key: str | None, cache_salt: str | None) -> bytes:
-    """The chain key of the tokens before a first chunk. They may be none."""
+    """The chain key of all tokens before an area's first chunk. They may be none."""
     tenant = "".join(
         "-" if each is None else f"{len(each)}:{each}" for each in (extra_key, cache_salt)
     )

@@ -68,7 +68,7 @@ class LoadBack:
         tree, allocator = self._tree, self._tree.token_to_kv_pool_allocator
         start, last = compat.num_matched(result), result.last_device_node
         stop = sum(each.key.num_tokens for each in up_from(last))  # in pages: more than its slots
-        found = list(self._nodes.after(key, spans.area_len, start, stop))
+        found = list(self._nodes.after(key, start, stop))
         if not (size := _num_slots(found)) or not self._pays(start, start + size):
             return result
         num_asked = len(found)
@@ -108,14 +108,20 @@ class LoadBack:
             is_promoted = index < spans.promoted_len
             tree.back_on_device(node, copy, spans.namespace, promoted=is_promoted)
             self._nodes.came_to_device(node)
+        for (host, *_), node in zip(found, path[-len(found) :], strict=True):
+            # of a later area: in no global tree
+            if not host.is_text and len(host.prefix) >= spans.area_len:
+                known = facts(node)
+                known.host, known.scores, known.outward = host, host.scores, host.outward
+                host.node = node
         self._nodes.loaded([host for host, *_ in found])
         self._counts.loads += 1
         self._counts.loaded_tokens += size
         return compat.rematched(tree, result, path[-1], len(row))
 
-    def num_loadable(self, key: ChunkKey, spans: RequestSpans, start: int) -> int:
+    def num_loadable(self, key: ChunkKey, start: int) -> int:
         """Slots that `load` would fill behind `start`."""
-        return _num_slots(list(self._nodes.after(key, spans.area_len, start)))
+        return _num_slots(list(self._nodes.after(key, start)))
 
     def fill(self, host: HostNode, slots: Tensor, device_slots: Tensor) -> bool:
         """Copy some of a node's slots to slots of no node, with the next forward. False: its KV has

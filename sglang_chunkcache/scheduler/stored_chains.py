@@ -135,8 +135,11 @@ class StoredChains:
 
     def saved(self, host: HostNode, node: TreeNode) -> None:
         """The node was copied to host memory: write it, behind what precedes it."""
-        first, known = head_of(chunks_to(node)[0])[0], facts(node)
+        path, known = chunks_to(node), facts(node)
         assert known.chunk is not None
+        if len(path) <= len(known.prefix):  # of a later area
+            return
+        first = head_of(path[0])[0]
         chunks, tenant = (*known.prefix, known.chunk), (node.key.extra_key, node.key.cache_salt)
         with self.storage.guard("a chain is not written to the storage"):
             for link in self._chain(first, known.head, chunks, tenant):
@@ -293,6 +296,7 @@ class StoredChains:
             link.identity,
             link.place.head if link.identity.chunk else link.chain_key.hex(),
             link.place.prefix,
+            is_text=not link.identity.chunk,
         )
         host = self._nodes.claim(place, row.num_tokens)
         if host is None:

@@ -73,7 +73,7 @@ class Tiers:
         if self.stored is not None:
             self.stored.planned(req)
         if known.is_asked_only:
-            known.loaded = self.host.load_back.num_loadable(key, spans, start)
+            known.loaded = self.host.load_back.num_loadable(key, start)
         else:
             result = self.host.load_back.load(key, spans, result, req.priority or 0)
             known.loaded = max(known.loaded, compat.num_matched(result) - start)

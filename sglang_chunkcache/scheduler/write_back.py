@@ -52,8 +52,9 @@ class WriteBack(WriteBackQueue[HostNode]):
         self._tree, self._pool, self._copy_failed = tree, nodes.pool, copy_failed
         self._pricing, self._was_put_off = pricing, False
 
-    def offer(self, chunks: Sequence[TreeNode]) -> None:
-        super().offer([*takewhile(lambda node: node.key.fused is None, chunks)])
+    def offer(self, chunks: Sequence[TreeNode], *, is_later_turn: bool = False) -> None:
+        exact = [*takewhile(lambda node: node.key.fused is None, chunks)]
+        super().offer(exact, is_later_turn=is_later_turn)
 
     def after(self, *, first_tokens_wait: bool) -> Iterator[tuple[HostNode, TreeNode]]:
         """`save_some`: after decoding, and after a prefill only if the one before was one, too."""
@@ -84,14 +85,27 @@ class WriteBack(WriteBackQueue[HostNode]):
     def _precede(self, node: TreeNode) -> None:
         first = chunks_to(node)[0]
         before, above = head_of(first)
-        has_head = bool(above) or first.key.spans[0].start > 0  # in pages: less than one
-        if not has_head or self._nodes.get(before) is not None:
+        has_text = bool(above) or first.key.spans[0].start > 0  # in pages: less than one
+        if not has_text or self._nodes.get(before) is not None:
+            return
+        text = [*takewhile(lambda each: facts(each).chunk is None, reversed(above))][::-1]
+        chunk = self._place(above[-1 - len(text)]) if len(text) < len(above) else None
+        if chunk is not None and self._nodes.get(chunk.chain_key) is None:
             return
         nothing = torch.empty((0,), dtype=torch.int64, device=self._tree.device)
-        slots = joined([nothing, *(each.value for each in above)])
+        slots = joined([nothing, *(each.value for each in text)])
         identity = ChunkIdentity(ChunkId(""), node.key.extra_key, node.key.cache_salt)
-        chain = root_chain(facts(node).head)
-        self._copied(ChainPlace(before, None, chain, 0, identity, before.hex(), ()), slots)
+        place = ChainPlace(
+            before,
+            chunk.chain_key if chunk is not None else None,
+            root_chain(facts(node).head),
+            facts(first).start - len(slots) if chunk is not None else 0,
+            identity,
+            before.hex(),
+            (),
+            is_text=True,
+        )
+        self._copied(place, slots)
 
     def _source(self, node: TreeNode) -> Tensor:
         return node.value  # type: ignore[no-any-return]

@@ -106,6 +106,19 @@ def rag(
     return FakeReq([*ids, *tail], marked(spans, namespace=f"{head}{keys}", **params), **keys)
 
 
+def later(before: FakeReq, *chunks: tuple[int, ...], tail: tuple[int, ...]) -> FakeReq:
+    """The next turn of its conversation, with its answer. `tail`: its question."""
+    known = unpack(before.sampling_params.custom_params, before.origin_input_ids, secret=SECRET)
+    assert known is not None
+    ids, spans = list(before.all_ids), [(start, end) for start, end, _ in known.spans]
+    for chunk in chunks:
+        spans.append((len(ids), len(ids) + len(chunk)))
+        ids += chunk
+    request = marked(spans, namespace=known.namespace, is_later_turn=True)
+    keys = {"extra_key": before.extra_key, "cache_salt": before.cache_salt}
+    return FakeReq([*ids, *tail], request, **keys)
+
+
 def chain(*chunks: tuple[int, ...], head: tuple[int, ...] = HEAD) -> ChainId:
     return chain_of(f"{head}{{}}", [chunk_id(chunk) for chunk in chunks])
 

@@ -151,7 +151,7 @@ def _of_node(node: ChainNode, parent: ChainNode) -> Iterator[str]:
 def of_chains(nodes: ExactChains[Any, Any]) -> Iterator[str]:
     """What is wrong of what radix_ext/exact_chains.py promises."""
     index, book = nodes.index, nodes._slots
-    children = {(host.above, key) for key, host in nodes._nodes.items() if host.before is not None}
+    children = {(host.above, key) for key, host in nodes._nodes.items() if not host.is_text}
     if {(above, key) for above, keys in nodes._below.items() for key in keys} != children:
         yield "host nodes have other children than were booked"
     for key, host in nodes._nodes.items():

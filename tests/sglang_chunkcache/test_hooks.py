@@ -84,7 +84,7 @@ def test_missing_hooks_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """SGLang logs that it could not apply one, and goes on."""
     in_rank = {hooks.GET_INTERNAL_STATE, hooks.ADD_TO_QUEUE, hooks.FORWARD}
     every = {*in_rank, hooks.GENERATE_REQUEST, hooks.DECIDE_AUTH}
-    waits = {hooks.ADD_TO_BATCH, *hooks.UPDATES}
+    waits = {hooks.ADD_TO_BATCH, *hooks.UPDATES, hooks.CHECK_WEIGHTS}
     fused = {"reuse": "fused", "host_mib": 0}
     maps = {hooks.BUILD_ALLOCATOR, hooks.CHECK_POOL}
     for knobs, is_main, missing in (
@@ -158,7 +158,7 @@ def test_arrival_and_update_are_told_to_our_cache(monkeypatch: pytest.MonkeyPatc
         hooks._tell_update(SimpleNamespace(scheduler=each), "request")
     for action in ("checksum", "reset_tensors"):
         check = CheckWeightsReqInput(action=action)
-        hooks._tell_update(SimpleNamespace(scheduler=scheduler), check)
+        hooks._tell_check(SimpleNamespace(scheduler=scheduler), check)
     assert told == ["req", "doubt", "doubt"]
 
 

@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from radix_ext import ChunkPrefixTree, IntegrityError, chunk_id, costs
+from radix_ext import ChunkPrefixTree, IntegrityError, chunk_id, costs, leading_area
 from radix_ext.costs import Line, Phase
 from radix_ext.exact_chains import ChainPlace
 from sglang_chunkcache.front.rank_mirror import RankMirror
@@ -39,6 +39,7 @@ from tests.kit.chains import (
     chain,
     content,
     known,
+    later,
     offloaded,
     rag,
 )
@@ -66,6 +67,46 @@ def test_promoted_chunk_is_saved_at_once(scheduler: HostScheduler) -> None:
     scheduler.serve(rag(A, B, C, promoted_len=2))
     scheduler.idle()
     assert scheduler.on_host() == {chain(A), chain(A, B)}
+
+
+def test_conversation_is_saved_when_it_goes_on() -> None:
+    """Its documents, those of later turns too, and the text between: nobody else asks for them."""
+    scheduler = HostScheduler(capacity=100)
+    first = rag(A, B)
+    scheduler.serve(first)
+    scheduler.idle()
+    assert not scheduler.on_host()
+    second = later(first, C, tail=(31,))
+    third = later(second, (50, 51), (52, 53), tail=(32,))
+    for turn in (second, third):
+        scheduler.serve(turn)
+        scheduler.idle()
+    fourth = later(third, tail=(33,))
+    text = len(HEAD + A + B + C + (30, 31, 50, 51, 52, 53))
+    for _ in range(2):
+        scheduler.evict(100)
+        scheduler.check()
+        assert scheduler.match(later(fourth, tail=(33,))) == text
+        scheduler.forward()
+    scheduler.evict(100)
+    assert scheduler.serve(later(second, (9,), tail=(34,))) == len(second.all_ids)
+    assert scheduler.serve(rag(A, B)) == len(HEAD + A + B)
+    assert scheduler.on_host() == {chain(A), chain(A, B)}, "others come to the first documents"
+    assert scheduler.serve(later(rag(A, B, tail=(35,)), C, tail=(31,))) == len(HEAD + A + B)
+
+
+def test_conversation_that_ended_leaves_host_memory() -> None:
+    scheduler = HostScheduler(host_slots=30)
+    for number in range(60, 90, 3):
+        first = rag((number, 1), (number, 2))
+        turns = [first, later(first, (number + 1, 3, 3, 3), tail=(31,))]
+        for turn in turns:
+            scheduler.serve(turn)
+            scheduler.idle()
+        scheduler.evict(CAPACITY)
+        scheduler.check()
+        assert scheduler.match(later(turns[1], tail=(32,))) == len(turns[1].all_ids) - 1
+        scheduler.forward()
 
 
 @pytest.mark.parametrize("other", [{"head": ()}, {"extra_key": "x"}, {"cache_salt": "s"}], ids=str)
@@ -201,7 +242,7 @@ def test_slots_of_the_host_are_kept_until_they_are_copied() -> None:
     matched_only(scheduler, rag(A))
     host = scheduler.cache.tiers.host
     identity = ChunkIdentity(chunk_id(B), None, None)
-    another = ChainPlace(b"another", None, chain(), 0, identity, "", ())
+    another = ChainPlace(b"another", None, chain(), 0, identity, "", (), is_text=True)
     assert host.nodes.claim(another, 1) is None
     assert scheduler.on_host() == {chain(A)}
     scheduler.serve(rag(A))
@@ -514,15 +555,23 @@ def test_random_traffic_finds_all_that_is_held(
     )
     # in pages what a slot holds tells chunks apart that begin otherwise
     pool = [A, B, C, (1, 2, 6), (9,)] if page_size == 1 else [A, (5, 2), C, (6, 1, 2, 1, 3), (9,)]
-    live: list[FakeReq] = []
+    live, ended = list[FakeReq](), list[FakeReq]()
     for _ in range(60):
         chunks = rng.sample(pool, rng.randint(1, 3))
         head, salt = rng.choice([(), HEAD, (90, 92), (94,)]), rng.choice([None, None, "s"])
         req = rag(*chunks, head=head, cache_salt=salt, promoted_len=rng.choice([0, 0, 1]))
+        if ended and rng.random() < 0.5:
+            before = rng.choice(ended[-3:])
+            shown = {span.chunk for span in scheduler.cache._spans_of(before).spans}
+            fresh = [each for each in chunks if chunk_id(each) not in shown]
+            if len(before.all_ids) < capacity // 2:
+                req = later(before, *fresh, tail=(rng.choice([31, 32]),))
         step = rng.random()
         if (step < 0.2 and live) or len(live) == 8:
             scheduler.forward()
             gone = live.pop(rng.randrange(len(live)))
+            if scheduler.is_prefilled(gone):
+                ended.append(gone)
             scheduler.release(gone, is_insert=scheduler.is_prefilled(gone))
         elif step < 0.4:
             scheduler.evict(rng.randint(1, capacity))
@@ -557,8 +606,11 @@ def longest(scheduler: HostScheduler, req: FakeReq) -> int:
     for part in host.load_back._loads.values():
         on_device |= {host.pool.contents[slot] for slot in part.tolist()}
     spans, limit = scheduler.cache._spans_of(req).spans, len(req.all_ids) - 1
-    whole = [spans[0].start, *(span.end for span in spans)]
-    ends = [*range(whole[0]), *whole, *range(whole[-1] + 1, limit + 1)]
+    # in pages host memory has the first chunk area alone
+    on_host = leading_area(spans) if scheduler.page_size > 1 else spans
+    whole = [border for span in on_host for border in span[:2]]
+    inside = {end for span in spans for end in range(span.start + 1, span.end)}
+    ends = [end for end in range(limit + 1) if end not in inside]
     length, page = 0, scheduler.page_size
     for steps, held in ((ends, on_device), (whole, set(host.pool.contents.values()))):
         for end in sorted({end - end % page for end in steps}):
