@@ -18,8 +18,8 @@
 - AROUND `ModelRunner.load_model`, at a terminal only: its time is shown (start_steps.py), and which
   process is the first rank's is known from then on.
 - BEFORE all of `SchedulerWeightUpdaterManager` that changes weights, with `--reuse fused` or a
-  storage only: where the client asks for no flush, or an update fails half-way, nothing else tells that KV is of other
-  weights, and what outlives the process is named by them.
+  storage only: where the client asks for no flush, or an update fails half-way, nothing else tells
+  that KV is of other weights, and what outlives the process is named by them.
 - AROUND `TokenizerManager.generate_request`, in the main process only: the one place that every
   endpoint's request passes before it goes to the scheduler. Looks for `chunks` that nobody reads,
   and guards with `--chunkcache-guard on`.

@@ -24,14 +24,21 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import sglang
 import torch
 
-from radix_ext import ChunkId
+from radix_ext import ChainId, ChunkId, text_before
 from radix_ext.exact_chains import ChainPlace
 from radix_ext.loading import loading_pays
 from radix_ext.variants import Variant
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.host_chains import HostChains
-from sglang_chunkcache.scheduler.host_nodes import below, chain_of, chunks_to, head_of, root
+from sglang_chunkcache.scheduler.host_nodes import (
+    areas_of,
+    below,
+    chain_of,
+    chunks_to,
+    head_of,
+    root,
+)
 from sglang_chunkcache.scheduler.node import ChunkIdentity, HostNode, facts, state
 from sglang_chunkcache.storage.entry import Entry
 from sglang_chunkcache.storage.fingerprint import fingerprint
@@ -55,6 +62,7 @@ class _Link(NamedTuple):
     place: Place  # in the storage. Of the tokens before the first chunk: `chain_key` as their chunk
     identity: ChunkIdentity  # in host memory, where those tokens have no chunk
     is_empty: bool  # the prompt begins with a chunk, and this is what precedes it
+    above: ChainId  # as in host memory
     start: int = 0  # in a request: slots before it, slots and tokens up to its end
     end: int = 0
     stop: int = 0
@@ -137,12 +145,10 @@ class StoredChains:
         """The node was copied to host memory: write it, behind what precedes it."""
         path, known = chunks_to(node), facts(node)
         assert known.chunk is not None
-        if len(path) <= len(known.prefix):  # of a later area
-            return
-        first = head_of(path[0])[0]
         chunks, tenant = (*known.prefix, known.chunk), (node.key.extra_key, node.key.cache_salt)
+        first, num_before = head_of(path[0])[0], len(chunks) - len(path)
         with self.storage.guard("a chain is not written to the storage"):
-            for link in self._chain(first, known.head, chunks, tenant):
+            for link in self._chain(first, known.head, chunks, tenant, num_before):
                 if not (link.is_empty or self._find(link) or self._write(link)):
                     break
 
@@ -169,18 +175,28 @@ class StoredChains:
         return self.storage.loader.worker.num_loaded - before
 
     def _links(self, key: ChunkKey, spans: RequestSpans) -> list[_Link]:
-        area = key.spans[: spans.area_len]
-        if not area:
-            return []
-        tenant = key.extra_key, key.cache_salt
-        first = root(key.token_ids[: area[0].start], *tenant)
-        links = self._chain(first, spans.namespace, [span.chunk for span in area], tenant)
-        stops = [area[0].start, *(span.end for span in area)]
-        ends = [stop - stop % self._tree.page_size for stop in stops]
-        return [
-            link._replace(start=start, end=end, stop=stop)
-            for link, start, end, stop in zip(links, [0, *ends[:-1]], ends, stops, strict=True)
-        ]
+        """As far as host memory keeps it: with the text between areas, but in pages."""
+        tenant, page = (key.extra_key, key.cache_salt), self._tree.page_size
+        chunks = [span.chunk for span in key.spans]
+        heads = text_before(spans.namespace, key.spans, key.token_ids)
+        links, num_before = list[_Link](), 0
+        for area, _ in areas_of(key.spans):
+            first, num_now = root(key.token_ids[: area[0].start], *tenant), num_before + len(area)
+            found = self._chain(first, heads[num_before], chunks[:num_now], tenant, num_before)
+            stops = [area[0].start, *(span.end for span in area)]
+            for link, stop in zip(found, stops, strict=True):
+                before = links[-1] if links else None
+                link = link._replace(
+                    parent=link.parent or (before and before.chain_key),
+                    start=before.end if before else 0,
+                    end=stop - stop % page,
+                    stop=stop,
+                )
+                links.append(link)
+            num_before = num_now
+            if page > 1:
+                break
+        return links
 
     def _chain(
         self,
@@ -188,17 +204,20 @@ class StoredChains:
         namespace: str,
         chunks: Sequence[ChunkId],
         tenant: tuple[str | None, str | None],
+        num_before: int = 0,
     ) -> Iterator[_Link]:
-        """From the tokens before the first chunk on."""
+        """From the tokens before an area's first chunk on, which has so many `chunks` before it."""
         key, parent, is_empty = first, None, first == root(array("q"), *tenant)
-        for number, chunk in enumerate((ChunkId(""), *chunks)):
+        area = f"{first.hex()}+{num_before}" if num_before else first.hex()
+        for number, chunk in enumerate((ChunkId(""), *chunks[num_before:])):
             if number:
                 key, parent = below(key, chunk), key
             stored = self.storage.naming.chunk(POSITIONED, *tenant, chunk or ChunkId(key.hex()))
-            prefix, exact = chunks[: max(0, number - 1)], f"{key.hex()} {first.hex()} {self._how}"
-            place = Place(*stored, namespace, tuple(prefix), False, exact)
+            prefix = tuple(chunks[: num_before + number - 1] if number else ())
+            place = Place(*stored, namespace, prefix, False, f"{key.hex()} {area} {self._how}")
             identity = ChunkIdentity(chunk, *tenant)
-            yield _Link(key, parent, place, identity, is_empty and not number)
+            above = chain_of(namespace, () if num_before else prefix)
+            yield _Link(key, parent, place, identity, is_empty and not number, above)
 
     def _use(self, links: Sequence[_Link]) -> None:
         """Count a use of what the storage has without a gap, and write what goes on in host memory.
@@ -291,7 +310,7 @@ class StoredChains:
         place = ChainPlace(
             link.chain_key,
             link.parent,
-            chain_of(link.place.head, link.place.prefix),
+            link.above,
             row.start,
             link.identity,
             link.place.head if link.identity.chunk else link.chain_key.hex(),
@@ -323,9 +342,12 @@ class StoredChains:
     def _links_of(self, variant: Variant) -> Iterator[_Link]:
         """An entry of no tenant with all above it, as far as that is there."""
         place = variant.blob.row.place
-        key, first, _ = place.exact.split()
+        key, area, _ = place.exact.split()
+        first, _, num_before = area.partition("+")
         chunks = place.prefix if key == first else (*place.prefix, place.chunk)
-        links = self._chain(bytes.fromhex(first), place.head, chunks, (None, None))
+        links = self._chain(
+            bytes.fromhex(first), place.head, chunks, (None, None), int(num_before or 0)
+        )
         return takewhile(lambda link: link.is_empty or self._find(link) is not None, links)
 
 

@@ -36,6 +36,7 @@ from tests.kit.chains import (
     chain,
     depth,
     known,
+    later,
     prefetch,
     rag,
     unsent,
@@ -94,6 +95,28 @@ def test_what_host_memory_gets_is_written(disk: ChainDisk) -> None:
         "variants": 0,
         "other": counts["num_bytes"],
     }
+
+
+@pytest.mark.parametrize("loads_at_start", [False, True])
+def test_conversation_goes_on_after_a_restart(disk: ChainDisk, loads_at_start: bool) -> None:
+    """Its documents, those of later turns too, and the text between come from the storage."""
+    server = Server(disk, capacity=100)
+    turns = [rag(A, B)]
+    turns += [later(turns[0], C, tail=(31,))]
+    turns += [later(turns[1], (50, 51), (52, 53), tail=(32,))]
+    for turn in turns:
+        server.ask(turn)
+    server.stop()
+    server = Server(disk, capacity=100)
+    if loads_at_start:
+        assert server.cache.tiers.stored.load_most_used() == 8
+        assert server.on_host() == {chain(A), chain(A, B)}, "the others are in no global tree"
+    last = later(turns[2], (9,), tail=(33,))
+    before = server.settle()["loaded"]
+    assert server.ask(last) == len(turns[2].all_ids) - 1
+    server.check()
+    assert server.settle()["loaded"] == before + (0 if loads_at_start else 8)
+    assert server.ask(later(turns[2], tail=(34,))) == len(turns[2].all_ids)
 
 
 def test_what_could_not_be_written_is_with_the_next_request(disk: ChainDisk) -> None:
@@ -549,6 +572,7 @@ CHUNKS = st.permutations([A, B, C, (4, 5, 6)]).flatmap(
 ASKS = st.tuples(
     st.just("ask"), CHUNKS, st.sampled_from([HEAD, (), (90, 92)]), st.booleans(), st.booleans()
 )
+TURNS = st.tuples(st.just("goes on"), CHUNKS, st.integers(0, 3), st.booleans())
 OTHERS = st.one_of(
     st.tuples(st.just("evict"), st.integers(1, CAPACITY)),
     st.tuples(st.just("flush"), st.integers(0, 1)),
@@ -560,7 +584,7 @@ OTHERS = st.one_of(
 
 
 @given(
-    steps=st.lists(st.one_of(ASKS, ASKS, ASKS, OTHERS), max_size=40),
+    steps=st.lists(st.one_of(ASKS, ASKS, TURNS, OTHERS), max_size=40),
     slots=st.sampled_from([8, 14, 100]),
     page_size=st.sampled_from([1, 4]),
 )
@@ -571,14 +595,19 @@ def test_random_lives(steps: list[tuple[Any, ...]], slots: int, page_size: int) 
         disk = ChainDisk(Path(folder))
         disk.wait_policy = WaitPolicy(0.5)
         made: dict[str, Any] = {"host_slots": slots, "storage_bytes": 4000, "page_size": page_size}
-        server = costly(Server(disk, **made))
+        server, asked = costly(Server(disk, **made)), list[FakeReq]()
         for kind, *told in steps:
             if kind == "ask":
                 chunks, head, settles, promoted = told
-                server.ask(
-                    rag(*chunks, head=head, promoted_len=len(chunks) * promoted),
-                    settles=settles and disk.storage.gate.is_set(),
-                )
+                asked.append(rag(*chunks, head=head, promoted_len=len(chunks) * promoted))
+                server.ask(asked[-1], settles=settles and disk.storage.gate.is_set())
+            elif kind == "goes on":
+                chunks, back, settles = told
+                before = asked[-1 - back % len(asked)] if asked else rag(A)
+                req = later(before, *chunks, tail=(31 + back,))
+                if len(req.all_ids) <= CAPACITY // 2:
+                    asked.append(req)
+                    server.ask(req, settles=settles and disk.storage.gate.is_set())
             elif kind == "evict":
                 server.evict(told[0])
             elif kind == "flush":
