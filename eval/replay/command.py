@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -174,6 +175,8 @@ def _parser() -> argparse.ArgumentParser:
     source.add_argument("--task", metavar="NAME", choices=TASKS, help=text)
     add = parser.add_argument
     add("--data", type=Path, help="folder that holds the task's folder")
+    text = "conversations of a task under way, whose turns come in any order (--seed); default: 1"
+    add("--at-once", metavar="N", type=_at_least(1), default=1, help=text)
     add("--components", type=Path, help="lengths by chunk id, as RAGPulse has them; format below")
     text = f"use only the first N requests; default: all, of task world {WORLD_REQUESTS}"
     add("--max-requests", type=_at_least(1), help=text)
@@ -280,6 +283,8 @@ def _trace(options: argparse.Namespace) -> Trace:
     """The source that the options name."""
     if options.data is not None and options.task is None:
         raise CommandError("--data requires --task; --trace names a trace")
+    if options.at_once > 1 and options.task is None:
+        raise CommandError("--at-once requires --task")
     if options.components is not None and options.trace is None:
         raise CommandError("--components requires --trace")
     if options.log is not None:
@@ -350,7 +355,27 @@ def _task_requests(options: argparse.Namespace) -> list[TraceRequest]:
     ]
     if not any(request.chunks for request in traced):
         raise CommandError(f"task {options.task} has no request with passages")
-    return traced
+    if options.at_once == 1:
+        return traced
+    return _interleaved(traced, options.at_once, random.Random(options.seed))
+
+
+def _interleaved(
+    requests: Sequence[TraceRequest], at_once: int, rng: random.Random
+) -> list[TraceRequest]:
+    """With so many conversations under way. A request of none is one by itself."""
+    turns: dict[Any, list[TraceRequest]] = {}
+    for number, each in enumerate(requests):
+        name = number if each.conversation is None else each.conversation
+        turns.setdefault(name, []).append(each)
+    waiting, under_way, found = list(turns.values())[::-1], list[list[TraceRequest]](), []
+    while waiting or under_way:
+        while waiting and len(under_way) < at_once:
+            under_way.append(waiting.pop()[::-1])
+        chosen = rng.choice(under_way)
+        found.append(chosen.pop())
+        under_way = [each for each in under_way if each]
+    return found
 
 
 def _with_bar(trace: Trace) -> Iterator[TraceRequest]:
