@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import wraps
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -15,12 +16,15 @@ import torch
 from sglang_chunkcache import launch_server
 from sglang_chunkcache.cpu.torchvision_shim import define_torchvision_ops
 
+HOST_POOLS = "sglang.srt.mem_cache.pool_host"
+
 
 def install() -> None:
     """In this process."""
     define_torchvision_ops()  # without which nothing of SGLang is imported on a CPU build
     _pin_nothing()
-    _copy_to_host_memory()
+    if find_spec(HOST_POOLS):  # in newer releases
+        _copy_to_host_memory()
 
 
 def _pin_nothing() -> None:

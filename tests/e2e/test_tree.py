@@ -39,6 +39,7 @@ from tests.e2e.asking import (
     user,
 )
 from tests.e2e.conftest import STRICT
+from tests.e2e.cpu_server import HOST_POOLS
 from tests.e2e.crowding import QUESTION, check_that_chain_comes_back, crowd_out
 from tests.reference.tiny_tokenizer import make_tokenizer
 from tests.soak import mixed_load
@@ -361,6 +362,7 @@ def test_adapters_share_nothing(
 def test_hicache_keeps_what_leaves_the_device(tmp_path: Path) -> None:
     """SGLang's own host memory: the front is told what is there, orders by it, and answers are
     those of before."""
+    pytest.importorskip(HOST_POOLS)
     hicache = ["--enable-hierarchical-cache", "--hicache-ratio", "4"]
     hicache += ["--hicache-io-backend", "direct", "--hicache-mem-layout", "layer_first"]
     flags = ["--model-path", "bundled", *PAGED, *POOL, *hicache]
