@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import sglang
 import torch
 
-from radix_ext import ChainId, ChunkId, text_before
+from radix_ext import ChainId, ChunkId, root_chain, text_before
 from radix_ext.exact_chains import ChainPlace
 from radix_ext.loading import loading_pays
 from radix_ext.variants import Variant
@@ -32,6 +32,7 @@ from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.host_nodes import (
+    Roots,
     areas_of,
     below,
     chain_of,
@@ -179,9 +180,9 @@ class StoredChains:
         tenant, page = (key.extra_key, key.cache_salt), self._tree.page_size
         chunks = [span.chunk for span in key.spans]
         heads = text_before(spans.namespace, key.spans, key.token_ids)
-        links, num_before = list[_Link](), 0
-        for area, _ in areas_of(key.spans):
-            first, num_now = root(key.token_ids[: area[0].start], *tenant), num_before + len(area)
+        links, num_before, roots = list[_Link](), 0, Roots(key)
+        for area, text_start in areas_of(key.spans):
+            first, num_now = roots.of(text_start, area[0].start), num_before + len(area)
             found = self._chain(first, heads[num_before], chunks[:num_now], tenant, num_before)
             stops = [area[0].start, *(span.end for span in area)]
             for link, stop in zip(found, stops, strict=True):
@@ -216,7 +217,7 @@ class StoredChains:
             prefix = tuple(chunks[: num_before + number - 1] if number else ())
             place = Place(*stored, namespace, prefix, False, f"{key.hex()} {area} {self._how}")
             identity = ChunkIdentity(chunk, *tenant)
-            above = chain_of(namespace, () if num_before else prefix)
+            above = root_chain(first.hex()) if num_before else chain_of(namespace, prefix)
             yield _Link(key, parent, place, identity, is_empty and not number, above)
 
     def _use(self, links: Sequence[_Link]) -> None:

@@ -71,11 +71,13 @@ class WriteBack(WriteBackQueue[HostNode]):
             return None
         path = chunks_to(node)
         known = facts(node)
-        before = reduce(below, (facts(each).chunk for each in path[:-1]), head_of(path[0])[0])
+        first = head_of(path[0])[0]
+        before = reduce(below, (facts(each).chunk for each in path[:-1]), first)
+        is_later = len(known.prefix) >= len(path)  # in no global tree
         return ChainPlace(
             below(before, known.chunk),
             before,
-            facts(node.parent).chain or root_chain(known.head),
+            facts(node.parent).chain or root_chain(first.hex() if is_later else known.head),
             known.start,
             identity_of(node),
             known.head,
@@ -98,7 +100,7 @@ class WriteBack(WriteBackQueue[HostNode]):
         place = ChainPlace(
             before,
             chunk.chain_key if chunk is not None else None,
-            root_chain(facts(node).head),
+            root_chain(before.hex() if chunk is not None else facts(node).head),
             facts(first).start - len(slots) if chunk is not None else 0,
             identity,
             before.hex(),

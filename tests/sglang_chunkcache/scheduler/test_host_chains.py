@@ -43,7 +43,7 @@ from tests.kit.chains import (
     offloaded,
     rag,
 )
-from tests.reference.scheduler import FakeReq, answer_of, walk
+from tests.reference.scheduler import FakeReq, answer_of, marked, walk
 
 pytestmark = pytest.mark.matrix
 
@@ -93,6 +93,51 @@ def test_conversation_is_saved_when_it_goes_on() -> None:
     assert scheduler.serve(rag(A, B)) == len(HEAD + A + B)
     assert scheduler.on_host() == {chain(A), chain(A, B)}, "others come to the first documents"
     assert scheduler.serve(later(rag(A, B, tail=(35,)), C, tail=(31,))) == len(HEAD + A + B)
+
+
+@pytest.mark.parametrize("is_conversation_first", [False, True])
+def test_same_tokens_with_other_chunks_are_another_text(*, is_conversation_first: bool) -> None:
+    """A chunk of a conversation's second turn, and after that history as plain text."""
+    scheduler = HostScheduler(capacity=100)
+    first = rag(A, B)
+    turns = [first, later(first, C, tail=(31,))]
+    start, ids = len(first.all_ids), turns[1].all_ids
+    plain = marked([(start, start + len(C))], namespace="plain", promoted_len=1)
+    prompts = turns if is_conversation_first else [FakeReq(ids, plain)]
+    for prompt in prompts:
+        scheduler.serve(prompt)
+        scheduler.idle()
+    scheduler.evict(100)
+    other = FakeReq(ids, plain) if is_conversation_first else later(first, C, tail=(31,))
+    assert scheduler.serve(other) == 0
+    for prompt in (FakeReq(ids, plain), later(first, C, tail=(31,))):
+        scheduler.idle()
+        scheduler.check()
+        scheduler.evict(100)
+        assert scheduler.serve(prompt) == start + len(C)
+
+
+def test_text_leaves_with_its_own_chunks() -> None:
+    """Though another conversation says the same about other documents."""
+    scheduler = HostScheduler(capacity=100)
+    for document, chunk in ((A, (7, 8)), (B, (9, 8))):
+        first = rag(document)
+        for turn in (first, later(first, chunk, tail=(31,))):
+            scheduler.serve(turn)
+            scheduler.idle()
+    nodes = scheduler.cache.tiers.host.nodes
+    chunk, other = (
+        each for each in nodes._nodes.values() if each.identity.chunk and len(each.prefix) == 1
+    )
+    text = nodes.get(chunk.before)
+    assert text is not None
+    assert nodes._stays(text)
+    nodes.drop(chunk)
+    assert not nodes._stays(text)
+    other_text = nodes.get(other.before)
+    assert other_text is not None
+    assert nodes._stays(other_text)
+    scheduler.check()
 
 
 def test_conversation_that_ended_leaves_host_memory() -> None:
