@@ -32,6 +32,7 @@ from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.host_nodes import (
+    KEY_BYTES,
     Roots,
     areas_of,
     below,
@@ -209,7 +210,8 @@ class StoredChains:
     ) -> Iterator[_Link]:
         """From the tokens before an area's first chunk on, which has so many `chunks` before it."""
         key, parent, is_empty = first, None, first == root(array("q"), *tenant)
-        area = f"{first.hex()}+{num_before}" if num_before else first.hex()
+        # all hexadecimal: so another release reads it, and finds nothing
+        area = f"{first.hex()}{num_before:04x}" if num_before else first.hex()
         for number, chunk in enumerate((ChunkId(""), *chunks[num_before:])):
             if number:
                 key, parent = below(key, chunk), key
@@ -344,11 +346,10 @@ class StoredChains:
         """An entry of no tenant with all above it, as far as that is there."""
         place = variant.blob.row.place
         key, area, _ = place.exact.split()
-        first, _, num_before = area.partition("+")
+        first, num_before = area[: 2 * KEY_BYTES], area[2 * KEY_BYTES :]
         chunks = place.prefix if key == first else (*place.prefix, place.chunk)
-        links = self._chain(
-            bytes.fromhex(first), place.head, chunks, (None, None), int(num_before or 0)
-        )
+        num = int(num_before or "0", 16)
+        links = self._chain(bytes.fromhex(first), place.head, chunks, (None, None), num)
         return takewhile(lambda link: link.is_empty or self._find(link) is not None, links)
 
 

@@ -119,6 +119,21 @@ def test_conversation_goes_on_after_a_restart(disk: ChainDisk, loads_at_start: b
     assert server.ask(later(turns[2], tail=(34,))) == len(turns[2].all_ids)
 
 
+def test_release_that_has_first_areas_alone_starts_on_later_ones(disk: ChainDisk) -> None:
+    """It reads what an entry goes on from as a chain key."""
+    server = Server(disk, capacity=100)
+    first = rag(A)
+    for turn in (first, later(first, C, tail=(31,))):
+        server.ask(turn)
+    server.settle()
+    places = [each.blob.row.place for each in server.storage.index.held]
+    assert len(places) == 4
+    for place in places:
+        key, first_key, _ = place.exact.split()
+        assert bytes.fromhex(key)
+        assert bytes.fromhex(first_key)
+
+
 def test_what_could_not_be_written_is_with_the_next_request(disk: ChainDisk) -> None:
     server = Server(disk)
     disk.storage.fails = True
