@@ -99,7 +99,7 @@ class LoadBack:
         for host, *_ in found:
             host.blob.hold()
             self._held.callback(host.blob.let_go)
-        chunks = [node for node in path if facts(node).chunk is not None]
+        chunks = [node for node in path if facts(node).chunk is not None][: spans.area_len]
         for index, (copy, node) in enumerate(zip(self._nodes.of(chunks), chunks, strict=True)):
             if facts(node).chain is not None:
                 continue
