@@ -81,12 +81,12 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
         """What is here of the key's chunks and the text before them, behind its first `start` slots
         and `stop` tokens, up to the first gap. In pages: of its first chunk area."""
         page = self._tree.page_size
-        roots = Roots(key)
-        for area, before in areas_of(key.spans) if self._nodes else ():
-            if area[-1].end <= start:
-                continue
+        if not self._nodes or not key.spans or key.spans[-1].end <= start:
+            return
+        chain_key = None
+        for area, before in areas_of(key.spans):
             first, text_end = before - before % page, area[0].start - area[0].start % page
-            chain_key = roots.of(before, area[0].start)
+            chain_key = text_key(key, before, area[0].start, chain_key)
             if start < text_end:
                 host = self._here(chain_key)
                 if host is None:
@@ -195,56 +195,50 @@ def head_of(node: TreeNode) -> tuple[bytes, list[TreeNode]]:
     The nodes have whole pages of them."""
     known, key, above = facts(node), node.key, [*up_from(node.parent)][::-1]
     if known.head_key is None:
-        token_ids, text_start = array("q"), 0
-        for each in above:
+        token_ids, before = array("q"), None
+        text = [*itertools.takewhile(lambda each: facts(each).chunk is None, reversed(above))]
+        for each in reversed(text):
             token_ids += each.key.token_ids
-            if facts(each).chunk is not None:
-                text_start = len(token_ids)
         token_ids += key.token_ids[: key.spans[0].start]  # in pages: a part of one
-        known.head_key = root(token_ids, key.extra_key, key.cache_salt, text_start)
+        if len(text) < len(above):
+            before = key_of(above[-1 - len(text)])
+        known.head_key = root(token_ids, key.extra_key, key.cache_salt, before)
     return known.head_key, above
 
 
-class Roots:
-    """The chain keys of all tokens before a prompt's areas. Each token is hashed once."""
+def key_of(node: TreeNode) -> bytes:
+    """A chunk's chain key."""
+    path = chunks_to(node)
+    return reduce(below, (facts(each).chunk for each in path), head_of(path[0])[0])
 
-    def __init__(self, key: ChunkKey) -> None:
-        self._ids, self._end = memoryview(key.token_ids), 0
-        self._hash = _hash_of(key.extra_key, key.cache_salt)
 
-    def of(self, text_start: int, end: int) -> bytes:
-        """As `root`, of the first `end` tokens. Areas are asked for in their order."""
-        self._hash.update(self._ids[self._end : end])
-        self._end = end
-        return _named(self._hash.digest(), text_start)
+def text_key(key: ChunkKey, start: int, end: int, before: bytes | None) -> bytes:
+    """The chain key of the tokens `[start, end)` between chunks."""
+    return root(key.token_ids[start:end], key.extra_key, key.cache_salt, before)
 
 
 def root(
-    token_ids: array[int], extra_key: str | None, cache_salt: str | None, text_start: int = 0
+    token_ids: array[int],
+    extra_key: str | None,
+    cache_salt: str | None,
+    before: bytes | None = None,
 ) -> bytes:
-    """The chain key of all tokens before an area's first chunk. They may be none. `text_start`:
-    where the last chunk ends; the same tokens may be text in another prompt."""
-    hashed = _hash_of(extra_key, cache_salt)
-    hashed.update(token_ids.tobytes())
-    return _named(hashed.digest(), text_start)
+    """The chain key of all tokens before an area's first chunk. They may be none.
+
+    Args:
+        token_ids: since the last chunk.
+        before: that chunk's chain key. The same tokens may have other chunks in another prompt.
+    """
+    tenant = "".join(
+        "-" if each is None else f"{len(each)}:{each}" for each in (extra_key, cache_salt)
+    )
+    data = tenant.encode("utf-8", "surrogatepass") + b"\0" + token_ids.tobytes()
+    if before is not None:
+        return blake2b(before + data, digest_size=KEY_BYTES, person=b"text").digest()
+    return blake2b(data, digest_size=KEY_BYTES, person=b"head").digest()
 
 
 def below(chain_key: bytes, chunk: ChunkId | None) -> bytes:
     """The chain key of a chunk that follows `chain_key`."""
     assert chunk is not None
     return blake2b(chain_key + chunk.encode(), digest_size=KEY_BYTES, person=b"chunk").digest()
-
-
-def _hash_of(extra_key: str | None, cache_salt: str | None) -> blake2b:
-    tenant = "".join(
-        "-" if each is None else f"{len(each)}:{each}" for each in (extra_key, cache_salt)
-    )
-    data = tenant.encode("utf-8", "surrogatepass") + b"\0"
-    return blake2b(data, digest_size=KEY_BYTES, person=b"head")
-
-
-def _named(digest: bytes, text_start: int) -> bytes:
-    if not text_start:
-        return digest
-    data = digest + text_start.to_bytes(8, "little")
-    return blake2b(data, digest_size=KEY_BYTES, person=b"text").digest()

@@ -33,13 +33,13 @@ from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.host_nodes import (
     KEY_BYTES,
-    Roots,
     areas_of,
     below,
     chain_of,
     chunks_to,
     head_of,
     root,
+    text_key,
 )
 from sglang_chunkcache.scheduler.node import ChunkIdentity, HostNode, facts, state
 from sglang_chunkcache.storage.entry import Entry
@@ -181,15 +181,17 @@ class StoredChains:
         tenant, page = (key.extra_key, key.cache_salt), self._tree.page_size
         chunks = [span.chunk for span in key.spans]
         heads = text_before(spans.namespace, key.spans, key.token_ids)
-        links, num_before, roots = list[_Link](), 0, Roots(key)
+        links, num_before = list[_Link](), 0
         for area, text_start in areas_of(key.spans):
-            first, num_now = roots.of(text_start, area[0].start), num_before + len(area)
+            before_it = links[-1].chain_key if links else None
+            first = text_key(key, text_start, area[0].start, before_it)
+            num_now = num_before + len(area)
             found = self._chain(first, heads[num_before], chunks[:num_now], tenant, num_before)
             stops = [area[0].start, *(span.end for span in area)]
             for link, stop in zip(found, stops, strict=True):
                 before = links[-1] if links else None
                 link = link._replace(
-                    parent=link.parent or (before and before.chain_key),
+                    parent=link.parent or before_it,
                     start=before.end if before else 0,
                     end=stop - stop % page,
                     stop=stop,

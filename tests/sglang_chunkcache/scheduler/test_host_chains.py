@@ -117,6 +117,38 @@ def test_same_tokens_with_other_chunks_are_another_text(*, is_conversation_first
         assert scheduler.serve(prompt) == start + len(C)
 
 
+def test_same_tokens_with_other_chunks_before_are_another_chain() -> None:
+    """Each copy has one node on the device."""
+    scheduler, last = HostScheduler(capacity=100), (9, 8)
+    for chunks in ((A, B), (A + B,)):
+        first = rag(*chunks)
+        for turn in (first, later(first, last, tail=(31,))):
+            scheduler.serve(turn)
+            scheduler.idle()
+            scheduler.check()
+    scheduler.evict(100)
+    for chunks in ((A, B), (A + B,)):
+        first = rag(*chunks)
+        second = later(first, last, tail=(31,))
+        assert scheduler.serve(second) == len(first.all_ids) + len(last)
+        scheduler.check()
+
+
+def test_later_document_that_others_have_among_the_first_ones_has_no_place() -> None:
+    """The front would take A, B, C for cached, and the one's copy for the other's."""
+    scheduler = HostScheduler(capacity=100)
+    known(scheduler, A, B, C)
+    first = rag(A, B)
+    second = later(first, C, tail=(31,))
+    for turn in (first, second):
+        scheduler.serve(turn)
+        scheduler.idle()
+    scheduler.evict(100)
+    scheduler.check()
+    assert scheduler.match(later(second, tail=(32,))) == len(second.all_ids) - 1
+    scheduler.check()
+
+
 def test_text_leaves_with_its_own_chunks() -> None:
     """Though another conversation says the same about other documents."""
     scheduler = HostScheduler(capacity=100)
