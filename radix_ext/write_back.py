@@ -67,7 +67,8 @@ class WriteBackQueue(Generic[Node]):
                 hits=known.hits, promoted=known.promoted
             ):
                 return
-            if known.host is None and len(self._waiting) < self._max_waiting:
+            is_wanted = known.host is None or self._lacks_text(node, known.host)
+            if is_wanted and len(self._waiting) < self._max_waiting:
                 self._waiting[node] = None
 
     def takes(self, node: Any) -> bool:
@@ -96,6 +97,10 @@ class WriteBackQueue(Generic[Node]):
         """Of the node. None: it has left the tree."""
         raise NotImplementedError
 
+    def _lacks_text(self, node: Any, host: Node) -> bool:
+        """Whether the tokens before the node's first chunk are not here although it is."""
+        return False
+
     def _precede(self, node: Any) -> None:
         """Save the tokens before the node's first chunk, if there are any and they are not here."""
 
@@ -121,6 +126,8 @@ class WriteBackQueue(Generic[Node]):
         """None: it has been saved before, or is missed."""
         known = self._facts_of(node)
         if known.host is not None:
+            if self._lacks_text(node, known.host):
+                self._precede(node)
             return None
         if (place := self._place(node)) is not None:
             host = self._nodes.get(place.chain_key)

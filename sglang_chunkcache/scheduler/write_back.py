@@ -84,6 +84,11 @@ class WriteBack(WriteBackQueue[HostNode]):
             known.prefix,
         )
 
+    def _lacks_text(self, node: TreeNode, host: HostNode) -> bool:
+        above = node.parent
+        is_behind_text = above.parent is not None and facts(above).chunk is None
+        return is_behind_text and self._nodes.get(host.before) is None
+
     def _precede(self, node: TreeNode) -> None:
         first = chunks_to(node)[0]
         before, above = head_of(first)

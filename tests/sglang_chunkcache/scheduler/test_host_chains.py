@@ -149,6 +149,27 @@ def test_later_document_that_others_have_among_the_first_ones_has_no_place() -> 
     scheduler.check()
 
 
+def test_text_is_saved_once_what_precedes_it_is() -> None:
+    """Its chunk found room before: B was turned away."""
+    scheduler = HostScheduler(capacity=100)
+    first = rag(A, B)
+    second = later(first, C, tail=(31,))
+    scheduler.serve(first)
+    write_back = scheduler.cache.tiers.host.write_back
+
+    def is_not_b(place: Any, *_: Any) -> bool:
+        return bool(place.identity.chunk != chunk_id(B))
+
+    with mock.patch.object(write_back, "_may_displace", is_not_b):
+        scheduler.serve(second)
+        scheduler.idle()
+    scheduler.serve(later(second, tail=(32,)))
+    scheduler.idle()
+    scheduler.check()
+    scheduler.evict(100)
+    assert scheduler.serve(later(second, tail=(33,))) == len(second.all_ids) - 1
+
+
 def test_text_leaves_with_its_own_chunks() -> None:
     """Though another conversation says the same about other documents."""
     scheduler = HostScheduler(capacity=100)
