@@ -193,23 +193,23 @@ def chunks_to(node: TreeNode) -> list[TreeNode]:
 def head_of(node: TreeNode) -> tuple[bytes, list[TreeNode]]:
     """(chain key, nodes on the device) of all tokens before an area's first chunk, `node`.
     The nodes have whole pages of them."""
-    known, key, above = facts(node), node.key, [*up_from(node.parent)][::-1]
-    if known.head_key is None:
-        token_ids, before = array("q"), None
-        text = [*itertools.takewhile(lambda each: facts(each).chunk is None, reversed(above))]
-        for each in reversed(text):
-            token_ids += each.key.token_ids
-        token_ids += key.token_ids[: key.spans[0].start]  # in pages: a part of one
-        if len(text) < len(above):
-            before = key_of(above[-1 - len(text)])
-        known.head_key = root(token_ids, key.extra_key, key.cache_salt, before)
-    return known.head_key, above
-
-
-def key_of(node: TreeNode) -> bytes:
-    """A chunk's chain key."""
-    path = chunks_to(node)
-    return reduce(below, (facts(each).chunk for each in path), head_of(path[0])[0])
+    above, before, head = [*up_from(node.parent)][::-1], None, facts(node).head_key
+    text, is_first = array("q"), True
+    for each in (*above, node) if head is None else ():  # no recursion: a prompt has many areas
+        known, key = facts(each), each.key
+        if known.chunk is None:
+            text, is_first = text + key.token_ids, True
+            continue
+        if is_first:
+            if known.head_key is None:
+                text += key.token_ids[: key.spans[0].start]  # in pages: a part of one
+                known.head_key = root(text, key.extra_key, key.cache_salt, before)
+            before = head = known.head_key
+        assert before is not None
+        before = below(before, known.chunk)
+        text, is_first = array("q"), False
+    assert head is not None
+    return head, above
 
 
 def text_key(key: ChunkKey, start: int, end: int, before: bytes | None) -> bytes:

@@ -58,7 +58,7 @@ from tests.reference.memory_host import FixedCosts, MemoryHost
 from tests.reference.one_copy import check_rows
 
 SECRET = "s3cret"
-MAX_CONTEXT = 128
+MAX_CONTEXT = 2048
 MAX_REQS = 16
 
 

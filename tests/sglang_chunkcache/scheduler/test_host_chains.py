@@ -193,6 +193,21 @@ def test_text_leaves_with_its_own_chunks() -> None:
     scheduler.check()
 
 
+def test_conversation_of_many_turns_is_loaded_and_goes_on() -> None:
+    """What was loaded knows no chain key, and neither does all before it."""
+    scheduler = HostScheduler(capacity=5000, host_slots=5000)
+    turn = rag(A)
+    for number in range(100, 700):
+        turn = later(turn, (number, 1), tail=(31,))
+    scheduler.serve(turn)
+    scheduler.idle()
+    scheduler.evict(5000)
+    assert scheduler.serve(later(turn, B, tail=(32,))) == len(turn.all_ids) - 1
+    scheduler.idle()
+    scheduler.check()
+    assert scheduler.cache.tiers.host.stats()["missed"] == 0
+
+
 def test_conversation_that_ended_leaves_host_memory() -> None:
     scheduler = HostScheduler(host_slots=30)
     for number in range(60, 90, 3):
