@@ -98,8 +98,8 @@ class StorageLife(Life):
     def _begin(self) -> None:
         self._start()
         (self.server,), (self.tier,) = self.servers, self.tiers
-        self.server.weights = self.server.fuser._weights = self.weights
-        self.tier.storage.start(self.weights, ())
+        self.server.weights = self.server.fuser._weights = self.named = self.weights
+        self.tier.storage.start(self.named, ())
 
     @rule(chunks=CHUNKS, head=HEADS, salt=SALTS, scored=st.booleans())
     def store(
@@ -125,7 +125,7 @@ class StorageLife(Life):
 
     @rule(weights=st.integers(0, 1))
     def flush(self, weights: int) -> None:
-        self.weights = self.server.weights = weights
+        self.weights = self.server.weights = self.named = weights
         self.server.flush()
 
     @rule()
@@ -166,7 +166,7 @@ class StorageLife(Life):
         own, storage = self._own(0), self.tier.storage
         variants = list(storage.index.held)
         assert len(own) == len(variants)
-        here = f"{self.server.fuser._weights} positioned"
+        here = f"{self.named} positioned"  # until the next flush by the weights of the last one
         num_bytes = {
             kind: sum(
                 v.blob.nbytes
