@@ -148,7 +148,7 @@ def make_plan(
     """Plan the region after the cached prefix `[0, start)`, no further than `limit`.
 
     Args:
-        candidates: asked per chunk, with its head; an empty answer makes the chunk a gap.
+        candidates: asked once per chunk, with its head; an empty answer makes the chunk a gap.
         heads: `text_before` of the prompt.
         exact: indices of spans that are computed although a source exists, which stand right after
             the prefix. They count against no gap limit.
@@ -163,7 +163,7 @@ def make_plan(
     walk = _Walk(spans, start, limit, num_tokens or limit, limits, exact, costs)
     # Where the prefix and the exact gaps have all chunks none lacks a source.
     is_left = any(walk.may_move(index) for index in range(len(spans)))
-    choose = cache(partial(walk.choose, candidates, fusion, heads or ("",) * len(spans)))
+    choose = cache(partial(walk.choose, cache(candidates), fusion, heads or ("",) * len(spans)))
     walk.chosen = choose(is_soonest=False)
     if not walk.chosen:
         return ReusePlan((), (NotMoved.NO_SOURCE,) if is_left else ())

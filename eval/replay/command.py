@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import random
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -57,6 +55,7 @@ from eval.replay.page import About, write_page
 from eval.replay.ranks import RanksReplay
 from eval.replay.summary import MIN_BLOCKS, summarize
 from eval.replay.survey import Survey, survey
+from eval.replay.task_trace import WORLD_REQUESTS, task_requests
 from eval.replay.timed import (
     TimedArm,
     add_timed_options,
@@ -66,8 +65,8 @@ from eval.replay.timed import (
 )
 from eval.replay.trace import TraceFacts, TraceFile, TraceRequest, scan
 from eval.run import Run, new_folder
-from eval.task import TASKS, Source, load_task, requests_of
-from radix_ext import ORDER_POLICIES, CallerError, Chunk, ChunkId
+from eval.task import TASKS
+from radix_ext import ORDER_POLICIES, CallerError
 from retrieval.command_line import Parser
 from retrieval.errors import RetrievalError
 from retrieval.tokens import load_tokens
@@ -79,9 +78,6 @@ SMALL_POOL_CHUNKS = SMALL_POOL // 256
 """Of a usual length: a page draws no smaller cache."""
 MAX_BLOCKS = 1000
 """More do not make an interval more exact, but slower to compute."""
-WORLD_REQUESTS = 1000
-"""Default number of requests of the generated world, which is unlimited;
-of a data set all are used."""
 Trace = Iterable[TraceRequest]
 """Iterated several times: for the facts, and for each cell."""
 Create = Callable[[], TraceCell | ReplayCell | TimedArm | MistakeCell]
@@ -308,7 +304,7 @@ def _trace(options: argparse.Namespace) -> Trace:
                 more = {"chunk_tokens": (options.chunk_tokens, options.chunk_tokens)}
             k = max(options.k or [usual_k])
             return make(num_requests, k=k, seed=options.seed, **more)
-    return _task_requests(options)
+    return task_requests(options)
 
 
 def _log(options: argparse.Namespace) -> LogFile:
@@ -333,49 +329,6 @@ def _of_days(options: argparse.Namespace, trace: Trace) -> Trace:
     drift = max(1, options.generate // (generated.TOPICS // 2))
     num_requests, k = days.NUM_DAYS * options.generate, max(options.k or [generated.K])
     return GeneratedTrace(num_requests, k=k, seed=options.seed, drift=drift)
-
-
-def _task_requests(options: argparse.Namespace) -> list[TraceRequest]:
-    num_requests = options.max_requests or (
-        WORLD_REQUESTS if options.task == "world" else sys.maxsize
-    )
-    source = Source(
-        options.task, options.data, requests=num_requests, k=max(options.k) if options.k else None
-    )
-    traced = [
-        TraceRequest(
-            tuple(
-                Chunk(ChunkId(name), 1)
-                for name in dict.fromkeys(chunk.id for chunk in request.chunks)
-            ),
-            has_lengths=False,
-            conversation=request.conversation,
-        )
-        for request in requests_of(source, load_task(source))
-    ]
-    if not any(request.chunks for request in traced):
-        raise CommandError(f"task {options.task} has no request with passages")
-    if options.at_once == 1:
-        return traced
-    return _interleaved(traced, options.at_once, random.Random(options.seed))
-
-
-def _interleaved(
-    requests: Sequence[TraceRequest], at_once: int, rng: random.Random
-) -> list[TraceRequest]:
-    """With so many conversations under way. A request of none is one by itself."""
-    turns: dict[Any, list[TraceRequest]] = {}
-    for number, each in enumerate(requests):
-        name = number if each.conversation is None else each.conversation
-        turns.setdefault(name, []).append(each)
-    waiting, under_way, found = list(turns.values())[::-1], list[list[TraceRequest]](), []
-    while waiting or under_way:
-        while waiting and len(under_way) < at_once:
-            under_way.append(waiting.pop()[::-1])
-        chosen = rng.choice(under_way)
-        found.append(chosen.pop())
-        under_way = [each for each in under_way if each]
-    return found
 
 
 def _with_bar(trace: Trace) -> Iterator[TraceRequest]:

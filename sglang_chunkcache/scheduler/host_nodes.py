@@ -84,7 +84,7 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
         if not self._nodes or not key.spans or key.spans[-1].end <= start:
             return
         chain_key = None
-        for area, before in areas_of(key.spans):
+        for area, before in kept_areas(key.spans, page):
             first, text_end = before - before % page, area[0].start - area[0].start % page
             chain_key = text_key(key, before, area[0].start, chain_key)
             if start < text_end:
@@ -103,8 +103,6 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
                     return
                 yield Found(host, host.blob.slots, span.end)
                 start = span.end - span.end % page
-            if page > 1:
-                return
 
     def behind(self, host: HostNode) -> Iterator[HostNode]:
         """In pages: the nodes here that follow it and own the page in which it ends."""
@@ -171,13 +169,13 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
             self._tree.log.append(Evicted(host.chain))
 
 
-def areas_of(spans: Sequence[Span]) -> Iterator[tuple[tuple[Span, ...], int]]:
-    """The chunk areas: chunks that follow each other without text, and where what is before them
-    ends."""
-    end, rest = 0, spans
-    while area := leading_area(rest):
+def kept_areas(spans: Sequence[Span], page_size: int) -> Iterator[tuple[tuple[Span, ...], int]]:
+    """The chunk areas that host memory keeps, chunks that follow each other without text, and where
+    the area before ends. In pages the first one: no node has the text between two."""
+    end = 0
+    while area := leading_area(spans):
         yield area, end
-        end, rest = area[-1].end, rest[len(area) :]
+        end, spans = area[-1].end, spans[len(area) :] if page_size == 1 else ()
 
 
 def chain_of(head: str, chunks: Sequence[ChunkId]) -> ChainId:

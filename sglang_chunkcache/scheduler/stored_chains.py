@@ -33,11 +33,11 @@ from sglang_chunkcache.scheduler.chunk_key import ChunkKey
 from sglang_chunkcache.scheduler.host_chains import HostChains
 from sglang_chunkcache.scheduler.host_nodes import (
     KEY_BYTES,
-    areas_of,
     below,
     chain_of,
     chunks_to,
     head_of,
+    kept_areas,
     root,
     text_key,
 )
@@ -177,12 +177,12 @@ class StoredChains:
         return self.storage.loader.worker.num_loaded - before
 
     def _links(self, key: ChunkKey, spans: RequestSpans) -> list[_Link]:
-        """As far as host memory keeps it: with the text between areas, but in pages."""
+        """As far as host memory keeps it."""
         tenant, page = (key.extra_key, key.cache_salt), self._tree.page_size
         chunks = [span.chunk for span in key.spans]
         heads = text_before(spans.namespace, key.spans, key.token_ids)
         links, num_before = list[_Link](), 0
-        for area, text_start in areas_of(key.spans):
+        for area, text_start in kept_areas(key.spans, page):
             before_it = links[-1].chain_key if links else None
             first = text_key(key, text_start, area[0].start, before_it)
             num_now = num_before + len(area)
@@ -198,8 +198,6 @@ class StoredChains:
                 )
                 links.append(link)
             num_before = num_now
-            if page > 1:
-                break
         return links
 
     def _chain(

@@ -16,12 +16,10 @@ from typing import Any
 import pytest
 
 from eval.__main__ import main
-from eval.replay.command import WORLD_REQUESTS, _interleaved
 from eval.replay.exact import Replay
 from eval.replay.ordering import TAIL_POLICIES
-from eval.replay.trace import TraceRequest
+from eval.replay.task_trace import WORLD_REQUESTS
 from eval.run import read_record
-from radix_ext import Chunk, ChunkId
 
 Request = dict[str, Any]
 Results = dict[str, Any]
@@ -184,21 +182,6 @@ def test_task_is_replayed_as_a_trace(
     results = json.loads(capsys.readouterr().out)
     assert [cell["num_requests"] for cell in results["cells"]] == [num, num]
     assert results["overlap"]["seen_before"]["value"] > 0
-
-
-def test_conversations_take_turns() -> None:
-    """Each its own in order, as many at once as there may be."""
-    talks = [(name, turn) for name in "abcd" for turn in range(3)]
-    requests = [TraceRequest((Chunk(ChunkId(str(t)), 1),), False, None, name) for name, t in talks]
-    mixed = _interleaved(requests, 2, random.Random(0))
-    told = [(str(each.conversation), int(each.chunks[0].id)) for each in mixed]
-    assert sorted(told) == talks
-    assert [turn for name, turn in told if name == "a"] == [0, 1, 2]
-    assert told != talks
-    ends = {name: index for index, (name, turn) in enumerate(told) if turn == 2}
-    for index in range(len(told)):
-        begun = {name for name, _ in told[: index + 1]}
-        assert len([name for name in begun if ends[name] >= index]) <= 2
 
 
 def test_sys_x_is_replayed_and_says_how_often_first_chunks_recur(
