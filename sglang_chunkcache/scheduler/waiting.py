@@ -10,6 +10,9 @@ have come.
 
 So many of those behind it as `MAX_OVERTAKEN` may overtake it. Then it is overdue: until it is
 admitted nobody is who has arrived later or is of lower priority.
+
+Once `MAX_PUT_OFF` were looked at in a round and put off, others whose KV may be moved are looked at
+in the next ones: planning a burst of requests would keep those that run.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_policy import PrefillAdder
 
 MAX_OVERTAKEN = 32
+MAX_PUT_OFF = 4
+"""A plan takes about a third of a millisecond."""
 POLL_S = 0.0002
 """Between two rounds with nothing else to do: else the loader's thread would hardly run."""
 
@@ -82,6 +87,7 @@ class WaitingLine:
         self._overdue: tuple[float, int] | None = None  # the lowest place of those that are
         self.is_idle = True  # nothing runs, and nobody was admitted in this round
         self._has_put_off = False  # somebody, in this round
+        self._num_put_off = 0  # in this round, of those that were looked at
         self.waits: Counter[str] = Counter()  # begun so far, by reason
 
     def arrived(self, req: Req) -> None:
@@ -97,7 +103,7 @@ class WaitingLine:
             known.is_put_off = False
         else:
             wait = self._waits.get(req.rid)
-            is_waiting = wait is not None and not self._is_over(wait)
+            is_waiting = self._is_later(req) if wait is None else not self._is_over(wait)
             known.is_put_off = is_waiting or self._is_held_back(req)
         return known.is_put_off
 
@@ -112,6 +118,7 @@ class WaitingLine:
             wait.begun = time.perf_counter()
         wait.reason, wait.is_over = reason, is_over
         state(req).is_put_off = True
+        self._num_put_off += 1
         return wait
 
     def for_room(self, req: Req, missing: int) -> bool:
@@ -134,14 +141,15 @@ class WaitingLine:
     ) -> Any:
         """What `add` says; None: it is put off. Called by our hook, in place of SGLang's. `rematch`
         looks up what it finds, as SGLang has done before."""
+        known, wait = state(req), self._waits.get(req.rid)
         if adder is not self._adder:
             self._begin(adder)
-        known = state(req)
-        # 0.5.21 loses those who were preempted for it if nobody is admitted
-        wait = self._waits.get(req.rid)
+            if wait is None and known.is_put_off:  # as it was in the round before
+                rematch()
         needs_room = wait is not None and wait.reason is Reason.NO_ROOM
         is_first = self.is_idle and needs_room and not self._is_held_back(req)
-        known.must_go = bool(adder.preempt_list) or is_first
+        # 0.5.21 loses those who were preempted if nobody is admitted
+        known.must_go = (bool(adder.preempt_list) and not adder.can_run_list) or is_first
         if known.must_go and known.is_put_off:
             rematch()
         result = None if known.is_put_off else add()
@@ -185,6 +193,11 @@ class WaitingLine:
     def stats(self) -> dict[str, int]:
         return {**self.waits, "now": len(self._waits)}
 
+    def _is_later(self, req: Req) -> bool:
+        """Whether it is looked at in a later round."""
+        spans = state(req).spans
+        return self._num_put_off >= MAX_PUT_OFF and spans is not None and spans.fusion is not None
+
     def _is_over(self, wait: _Wait) -> bool:
         is_late = wait.reason is Reason.NO_ROOM and self.num_forwards >= wait.until
         return is_late or wait.is_over()
@@ -198,7 +211,7 @@ class WaitingLine:
     def _begin(self, adder: PrefillAdder) -> None:
         if self._has_put_off and self.is_idle:  # SGLang asks again at once
             time.sleep(POLL_S)
-        self._adder, self._has_put_off = adder, False
+        self._adder, self._has_put_off, self._num_put_off = adder, False, 0
         self.is_idle = not self._running()
 
     def _running(self) -> list[Req]:

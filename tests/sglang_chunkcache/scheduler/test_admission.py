@@ -23,7 +23,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from sglang_chunkcache import hooks
 from sglang_chunkcache.fusion.planning import Planner
-from sglang_chunkcache.scheduler.waiting import MAX_OVERTAKEN
+from sglang_chunkcache.scheduler.waiting import MAX_OVERTAKEN, MAX_PUT_OFF
 from sglang_chunkcache.wire.report import Fallback
 from tests import models
 from tests.kit import releases
@@ -246,8 +246,8 @@ def test_with_one_copy_nobody_asks_for_rows_that_others_hold(
     server.check()
 
 
-def test_who_waits_for_the_next_pass_is_not_planned_again_before() -> None:
-    """Each is planned as it comes, and once more when there is room for it."""
+def test_a_round_plans_few_that_wait_for_the_next_pass() -> None:
+    """And none again before there is room for it."""
     server = Server(100_000, "fcfs")
     server.sglang.max_prefill_tokens = 100_000
     promises = server.fuser.promises
@@ -262,7 +262,6 @@ def test_who_waits_for_the_next_pass_is_not_planned_again_before() -> None:
         rounds.append((len(admitted), planned.call_count))
         for req in list(server.running):
             server.end(req)
-    first, *others = rounds
-    assert first[0] > 1
-    assert first[1] == 60
-    assert all(num_planned == num_admitted for num_admitted, num_planned in others)
+    assert rounds[0][0] > 1
+    assert all(planned - admitted in range(MAX_PUT_OFF + 1) for admitted, planned in rounds)
+    assert sum(planned - admitted for admitted, planned in rounds) < 60, "each is put off once"
