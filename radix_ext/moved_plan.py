@@ -361,19 +361,20 @@ class _Walk:
     ) -> Candidate:
         """The source to move. Cache-Craft takes the lowest CFO (3.3). Otherwise, of those that pay,
         what saves most: the computation of the chunk's share that has seen what it sees here,
-        counted in chunks, or none of it if `is_soonest`, less the move. Among equals preprocessed
-        ones come first, as FusionRAG wants them used."""
+        counted in chunks, or none of it if `is_soonest`, less the move. Among equals those that
+        have seen more come first, then preprocessed ones, as FusionRAG wants them used."""
         num_tokens = span.end - span.start
         computed = self._computed(num_tokens, span.end)
         saved = computed * (1 - fusion.expected_ratio if fusion.recomputes else 1)
 
-        def score(option: Candidate) -> tuple[bool, float, bool, int]:
+        def score(option: Candidate) -> tuple[bool, float, float, bool, int]:
             facts = option.facts
-            seen = len(known.intersection(facts.prefix)) / max(1, len(known)) * (not is_soonest)
+            seen = len(known.intersection(facts.prefix)) / max(1, len(known))
             move = self._moved(option, num_tokens)
             pays = self.costs is None or move < saved
+            worth = -move if is_soonest else computed * seen - move
             # Of equals the one that has seen least of what is not here.
-            return pays, computed * seen - move, facts.preprocessed, -len(facts.prefix)
+            return pays, worth, seen, facts.preprocessed, -len(facts.prefix)
 
         def overhead(option: Candidate) -> float:
             facts = option.facts

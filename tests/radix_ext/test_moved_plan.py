@@ -587,6 +587,15 @@ def test_dear_source_that_has_seen_more_does_not_end_a_plan_that_pays() -> None:
         assert [piece.source for piece in plan.pieces if piece.source] == [near]
 
 
+def test_of_the_soonest_sources_the_one_that_has_seen_more_is_moved() -> None:
+    """Preprocessed or not; one that has seen all would end the plan, as in the test before."""
+    costs = {**make_costs(recompute=(5.0, 1.0), host=0.25), Phase.EXTEND: Line(1.0, 1.0)}
+    near, far = make_copy(ids("A")), make_copy(ids("AD"), where="host")
+    sources = {"B": [make_copy(preprocessed=True), near, far]}
+    plan = plan_of("AADBBBBBBBBB.", sources, fusion=make_request("first", 0.15), costs=costs)
+    assert [piece.source for piece in plan.pieces if piece.source] == [near]
+
+
 def _saved(piece: Piece, costs: Mapping[Phase, Line]) -> float:
     """Of computing the share of the chunk that has seen what it sees here, less the move."""
     num_tokens = piece.end - piece.start
