@@ -377,12 +377,8 @@ class Replay:
         )
 
     def _offload(self, host: HostTier, leaf: ChainNode, history: _History | None) -> None:
-        """Copy what is worth it of the chain that ends in `leaf`. `history`: of a later turn, of
-        which in pages the first turn's chunks are copied, as by the server."""
-        path = leaf.path()
-        if history is not None and self._settings.page_size > 1:
-            path = path[: history.num_first]
-        for gone in host.offload(path, is_later_turn=history is not None):
+        """Copy what is worth it of the chain that ends in `leaf`. `history`: of a later turn."""
+        for gone in host.offload(leaf.path(), is_later_turn=history is not None):
             if gone.tier(_RANK) is Tier.HOST:
                 self._tree.evict(gone.chain, rank=_RANK)
 

@@ -310,8 +310,7 @@ class ChunkRadixCache(ChunkTree):
         self.mark(area, spans, host.nodes.of(area) if new else (), counts_hits=counts_hits)
         for node in new:
             host.nodes.came_to_device(node)
-        # in pages the text between areas is in none of host memory's nodes
-        if spans.is_later_turn and self.page_size == 1:
+        if spans.is_later_turn:
             area = [node for node in path if facts(node).chunk is not None]
         host.write_back.offer(area, is_later_turn=spans.is_later_turn)
 

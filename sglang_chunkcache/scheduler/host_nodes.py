@@ -79,12 +79,12 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
 
     def after(self, key: ChunkKey, start: int, stop: int = 0) -> Iterator[Found]:
         """What is here of the key's chunks and the text before them, behind its first `start` slots
-        and `stop` tokens, up to the first gap. In pages: of its first chunk area."""
+        and `stop` tokens, up to the first gap."""
         page = self._tree.page_size
         if not self._nodes or not key.spans or key.spans[-1].end <= start:
             return
         chain_key = None
-        for area, before in kept_areas(key.spans, page):
+        for area, before in chunk_areas(key.spans):
             first, text_end = before - before % page, area[0].start - area[0].start % page
             chain_key = text_key(key, before, area[0].start, chain_key)
             if start < text_end:
@@ -169,13 +169,12 @@ class HostNodes(ExactChains[HostNode, HostSlots]):
             self._tree.log.append(Evicted(host.chain))
 
 
-def kept_areas(spans: Sequence[Span], page_size: int) -> Iterator[tuple[tuple[Span, ...], int]]:
-    """The chunk areas that host memory keeps, chunks that follow each other without text, and where
-    the area before ends. In pages the first one: no node has the text between two."""
+def chunk_areas(spans: Sequence[Span]) -> Iterator[tuple[tuple[Span, ...], int]]:
+    """Chunks that follow each other without text, and where those before the text end."""
     end = 0
     while area := leading_area(spans):
         yield area, end
-        end, spans = area[-1].end, spans[len(area) :] if page_size == 1 else ()
+        end, spans = area[-1].end, spans[len(area) :]
 
 
 def chain_of(head: str, chunks: Sequence[ChunkId]) -> ChainId:
@@ -184,8 +183,17 @@ def chain_of(head: str, chunks: Sequence[ChunkId]) -> ChainId:
 
 def chunks_to(node: TreeNode) -> list[TreeNode]:
     """The chunks of the node's area up to this one."""
-    chunks = itertools.takewhile(lambda each: facts(each).chunk is not None, up_from(node))
-    return [*chunks][::-1]
+    chunks = [node]
+    while facts(node.parent).chunk is not None and not follows_text(node):
+        chunks.append(node := node.parent)
+    return chunks[::-1]
+
+
+def follows_text(node: TreeNode) -> bool:
+    """Whether tokens of no chunk precede this chunk: in pages the last of them are its node's."""
+    above = node.parent
+    is_below = above.parent is not None and facts(above).chunk is None
+    return is_below or node.key.spans[0].start > 0
 
 
 def head_of(node: TreeNode) -> tuple[bytes, list[TreeNode]]:
@@ -198,7 +206,7 @@ def head_of(node: TreeNode) -> tuple[bytes, list[TreeNode]]:
         if known.chunk is None:
             text, is_first = text + key.token_ids, True
             continue
-        if is_first:
+        if is_first or follows_text(each):
             if known.head_key is None:
                 text += key.token_ids[: key.spans[0].start]  # in pages: a part of one
                 known.head_key = root(text, key.extra_key, key.cache_salt, before)

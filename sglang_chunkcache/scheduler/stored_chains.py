@@ -35,9 +35,9 @@ from sglang_chunkcache.scheduler.host_nodes import (
     KEY_BYTES,
     below,
     chain_of,
+    chunk_areas,
     chunks_to,
     head_of,
-    kept_areas,
     root,
     text_key,
 )
@@ -110,16 +110,16 @@ class StoredChains:
             if self.storage.is_off or self.storage.loader.is_paused:
                 return
             links = self._links(key, spans)
-            asked_for = [link for link in links if not link.is_empty]
+            found = [*map(self._find, links)]  # once: a long conversation has many
             if not asked.is_prefetch:
                 is_request = self._fingerprint is not None  # else the fuser counts it
-                chunks = (each.place.index_key for each in asked_for)
+                chunks = (each.place.index_key for each in links if not each.is_empty)
                 self.storage.ask(chunks, is_request=is_request)
-                self._use(links)
+                self._use(links, found)
             unknown = {
                 each.place.pointed_from[0]: each.end - each.start
-                for each in asked_for
-                if self._nodes.get(each.chain_key) is None and self._find(each) is None
+                for each, variant in zip(links, found, strict=True)
+                if not (each.is_empty or variant or self._nodes.get(each.chain_key))
             }
             self._load(links, key, asked)
             self.storage.others.look_up(unknown, partial(self._load, links, key, asked), asked)
@@ -182,7 +182,7 @@ class StoredChains:
         chunks = [span.chunk for span in key.spans]
         heads = text_before(spans.namespace, key.spans, key.token_ids)
         links, num_before = list[_Link](), 0
-        for area, text_start in kept_areas(key.spans, page):
+        for area, text_start in chunk_areas(key.spans):
             before_it = links[-1].chain_key if links else None
             first = text_key(key, text_start, area[0].start, before_it)
             num_now = num_before + len(area)
@@ -222,13 +222,13 @@ class StoredChains:
             above = root_chain(first.hex()) if num_before else chain_of(namespace, prefix)
             yield _Link(key, parent, place, identity, is_empty and not number, above)
 
-    def _use(self, links: Sequence[_Link]) -> None:
+    def _use(self, links: Sequence[_Link], variants: Sequence[Variant | None]) -> None:
         """Count a use of what the storage has without a gap, and write what goes on in host memory.
         The end first: of nodes that were used alike the index loses the least recent one."""
-        found = list(takewhile(lambda link: link.is_empty or self._find(link) is not None, links))
-        for variant in map(self._find, reversed(found)):
-            if variant is not None:
-                self.storage.use(variant)
+        known = zip(links, variants, strict=True)
+        found = [each for link, each in takewhile(lambda pair: pair[0].is_empty or pair[1], known)]
+        for variant in filter(None, reversed(found)):
+            self.storage.use(variant)
         for link in links[len(found) :]:
             if not self._write(link):
                 break

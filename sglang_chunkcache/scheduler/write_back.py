@@ -15,7 +15,14 @@ from radix_ext.costs import copied_within
 from radix_ext.exact_chains import ChainPlace
 from radix_ext.write_back import WriteBackQueue
 from sglang_chunkcache.config import MAX_KEPT_S, MAX_SAVED_TOKENS, MAX_WAITING_SAVES
-from sglang_chunkcache.scheduler.host_nodes import HostCounts, HostNodes, below, chunks_to, head_of
+from sglang_chunkcache.scheduler.host_nodes import (
+    HostCounts,
+    HostNodes,
+    below,
+    chunks_to,
+    follows_text,
+    head_of,
+)
 from sglang_chunkcache.scheduler.node import ChunkIdentity, HostNode, facts, identity_of, joined
 
 if TYPE_CHECKING:
@@ -77,7 +84,9 @@ class WriteBack(WriteBackQueue[HostNode]):
         return ChainPlace(
             below(before, known.chunk),
             before,
-            facts(node.parent).chain or root_chain(first.hex() if is_later else known.head),
+            root_chain(first.hex())
+            if is_later
+            else facts(node.parent).chain or root_chain(known.head),
             known.start,
             identity_of(node),
             known.head,
@@ -85,28 +94,25 @@ class WriteBack(WriteBackQueue[HostNode]):
         )
 
     def _lacks_text(self, node: TreeNode, host: HostNode) -> bool:
-        above = node.parent
-        is_behind_text = above.parent is not None and facts(above).chunk is None
-        return is_behind_text and self._nodes.get(host.before) is None
+        return follows_text(node) and self._nodes.get(host.before) is None
 
     def _precede(self, node: TreeNode) -> None:
         first = chunks_to(node)[0]
         before, above = head_of(first)
-        has_text = bool(above) or first.key.spans[0].start > 0  # in pages: less than one
-        if not has_text or self._nodes.get(before) is not None:
+        if not follows_text(first) or self._nodes.get(before) is not None:
             return
         text = [*takewhile(lambda each: facts(each).chunk is None, reversed(above))][::-1]
         chunk = self._place(above[-1 - len(text)]) if len(text) < len(above) else None
         if chunk is not None and self._nodes.get(chunk.chain_key) is None:
             return
         nothing = torch.empty((0,), dtype=torch.int64, device=self._tree.device)
-        slots = joined([nothing, *(each.value for each in text)])
+        slots, start = joined([nothing, *(each.value for each in text)]), facts(first).start
         identity = ChunkIdentity(ChunkId(""), node.key.extra_key, node.key.cache_salt)
         place = ChainPlace(
             before,
             chunk.chain_key if chunk is not None else None,
             root_chain(before.hex() if chunk is not None else facts(node).head),
-            facts(first).start - len(slots) if chunk is not None else 0,
+            start - start % self._tree.page_size - len(slots),
             identity,
             before.hex(),
             (),

@@ -27,11 +27,12 @@ def test_chain_comes_back_from_the_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-def test_conversation_goes_on_where_it_was(tmp_path: Path) -> None:
+@pytest.mark.parametrize("page", [1, 16])
+def test_conversation_goes_on_where_it_was(tmp_path: Path, page: int) -> None:
     """Others have filled the device, then the server starts again: all that the conversation has
     shown is loaded, up to its last documents, and its answers are those of before."""
     where = json.dumps({"directory": str(tmp_path / "kept")})
-    flags = [*TIGHT, "--chunkcache-storage-backend", "file"]
+    flags = [*TIGHT, "--page-size", str(page), "--chunkcache-storage-backend", "file"]
     flags += ["--chunkcache-storage-backend-extra-config", where]
     passages, messages, answers = World(77, 20).passages, list[Any](), list[str]()
 
