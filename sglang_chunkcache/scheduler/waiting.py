@@ -87,7 +87,8 @@ class WaitingLine:
         self._overdue: tuple[float, int] | None = None  # the lowest place of those that are
         self.is_idle = True  # nothing runs, and nobody was admitted in this round
         self._has_put_off = False  # somebody, in this round
-        self._num_put_off = 0  # in this round, of those that were looked at
+        # In this round: of those that were looked at, and by SGLang, for those that it asked for.
+        self._num_put_off = self._num_preempted = 0
         self.waits: Counter[str] = Counter()  # begun so far, by reason
 
     def arrived(self, req: Req) -> None:
@@ -103,7 +104,9 @@ class WaitingLine:
             known.is_put_off = False
         else:
             wait = self._waits.get(req.rid)
-            is_waiting = self._is_later(req) if wait is None else not self._is_over(wait)
+            if wait is None and self._is_later(req):
+                wait = self._waits[req.rid] = _Wait(self._place(req))
+            is_waiting = wait is not None and (self._is_later(req) or not self._is_over(wait))
             known.is_put_off = is_waiting or self._is_held_back(req)
         return known.is_put_off
 
@@ -144,12 +147,14 @@ class WaitingLine:
         known, wait = state(req), self._waits.get(req.rid)
         if adder is not self._adder:
             self._begin(adder)
-            if wait is None and known.is_put_off:  # as it was in the round before
+            if known.is_put_off:  # perhaps since the round before had put off enough
                 rematch()
         needs_room = wait is not None and wait.reason is Reason.NO_ROOM
         is_first = self.is_idle and needs_room and not self._is_held_back(req)
-        # 0.5.21 loses those who were preempted if nobody is admitted
-        known.must_go = (bool(adder.preempt_list) and not adder.can_run_list) or is_first
+        # What is preempted is for this one: else the next would preempt again, and 0.5.21 loses
+        # them if nobody is admitted.
+        num_before, self._num_preempted = self._num_preempted, len(adder.preempt_list)
+        known.must_go = self._num_preempted > num_before or is_first
         if known.must_go and known.is_put_off:
             rematch()
         result = None if known.is_put_off else add()
@@ -194,9 +199,11 @@ class WaitingLine:
         return {**self.waits, "now": len(self._waits)}
 
     def _is_later(self, req: Req) -> bool:
-        """Whether it is looked at in a later round."""
+        """Whether it is looked at in a later round: not who is overdue."""
         spans = state(req).spans
-        return self._num_put_off >= MAX_PUT_OFF and spans is not None and spans.fusion is not None
+        is_planned = spans is not None and spans.fusion is not None
+        is_enough = self._num_put_off >= MAX_PUT_OFF
+        return is_enough and is_planned and self._place(req) != self._overdue
 
     def _is_over(self, wait: _Wait) -> bool:
         is_late = wait.reason is Reason.NO_ROOM and self.num_forwards >= wait.until
@@ -211,7 +218,8 @@ class WaitingLine:
     def _begin(self, adder: PrefillAdder) -> None:
         if self._has_put_off and self.is_idle:  # SGLang asks again at once
             time.sleep(POLL_S)
-        self._adder, self._has_put_off, self._num_put_off = adder, False, 0
+        self._adder, self._has_put_off = adder, False
+        self._num_put_off = self._num_preempted = 0
         self.is_idle = not self._running()
 
     def _running(self) -> list[Req]:

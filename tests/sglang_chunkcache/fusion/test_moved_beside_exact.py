@@ -100,12 +100,8 @@ def test_request_that_a_full_pass_leaves_out_is_filled_by_the_next(
     one, two = rag(B, fusion=FUSION), rag(C, B, fusion=asked)
     around = Round(scheduler)
     assert scheduler.add(one, 1000, around) is not None
-    first = scheduler.batch
-    if is_preempted:  # for a batch that is put together before this one has run
-        scheduler.batch = []
-        around.preempt_list.append("another")
+    around.preempt_list += ["another"] * is_preempted
     assert (scheduler.add(two, 1000, around) is not None) == is_preempted
-    scheduler.batch = [*first, *scheduler.batch] if is_preempted else first
     got = finish(scheduler, one, *[two] * is_preempted)[-1]
     if is_preempted:
         assert report(two).fallbacks == (Fallback.PASS_FULL,)

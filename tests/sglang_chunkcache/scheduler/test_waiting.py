@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from itertools import count
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
 from sglang_chunkcache.scheduler import waiting
 from sglang_chunkcache.scheduler.node import state
-from sglang_chunkcache.scheduler.waiting import MAX_OVERTAKEN, Reason, WaitingLine
+from sglang_chunkcache.scheduler.waiting import MAX_OVERTAKEN, MAX_PUT_OFF, Reason, WaitingLine
 
 
 class Queue:
@@ -21,7 +22,7 @@ class Queue:
     reason = Reason.NO_ROOM
 
     def __init__(self, large: int = 1) -> None:
-        self.comes = False
+        self.comes = self.may_have_come = False
         self.line = WaitingLine(lambda: 10 * self.comes, lambda req: req.priority)
         self._names = map(str, count())
         self.running: list[Any] = [self.arrive()]
@@ -30,7 +31,7 @@ class Queue:
         self.num_looks = 0
         self.traced = list[tuple[str, str, dict[str, Any]]]()
 
-    def arrive(self, priority: int = 0) -> Any:
+    def arrive(self, priority: int = 0, *, is_planned: bool = False) -> Any:
         params = SimpleNamespace(max_new_tokens=16)
         req = SimpleNamespace(
             rid=next(self._names), priority=priority, sampling_params=params, output_ids=[]
@@ -41,22 +42,28 @@ class Queue:
                 (req.rid, stage.stage_name, told)
             ),
         )
+        if is_planned:
+            state(req).spans = mock.Mock()
         self.line.arrived(req)
         return req
 
-    def round(self, *reqs: Any) -> list[bool]:
-        """Which of these are admitted, in this order."""
+    def round(self, *reqs: Any, preempts: bool = False) -> list[bool]:
+        """Which of these are admitted, in this order. `preempts`: for each of them somebody was."""
         adder = SimpleNamespace(
             can_run_list=[],
             preempt_list=self.preempted,
             running_batch=SimpleNamespace(reqs=self.running),
         )
         self.line.num_forwards += 1
-        return [self._ask(adder, req) for req in reqs]
+        admitted = list[bool]()
+        for req in reqs:
+            self.preempted += ["another"] * preempts
+            admitted.append(self._ask(adder, req))
+        return admitted
 
     def put_off(self, req: Any) -> None:
         if self.reason is Reason.LOADS:
-            self.line.put_off(req, self.reason, lambda: self.comes)
+            self.line.put_off(req, self.reason, lambda: self.comes or self.may_have_come)
         else:
             assert self.line.for_room(req, 10)
 
@@ -112,8 +119,7 @@ def test_who_was_aborted_holds_nobody_back() -> None:
 
 @pytest.mark.parametrize("is_overdue", [False, True])
 def test_nobody_waits_where_others_were_preempted(is_overdue: bool) -> None:
-    """SGLang would lose them. One that goes is enough: of those behind it the overdue ones hold
-    back whoever has come later."""
+    """SGLang has preempted them for the next that it asks for. Whoever comes later is held back."""
     queue = Queue()
     (large,), other = queue.large, queue.arrive()
     for _ in range(MAX_OVERTAKEN if is_overdue else 1):
@@ -121,6 +127,48 @@ def test_nobody_waits_where_others_were_preempted(is_overdue: bool) -> None:
     queue.preempted = [queue.running[0]]
     assert queue.round(other, queue.arrive()) == [True, not is_overdue]
     assert queue.round(large) == [True]
+
+
+def test_each_for_whom_others_were_preempted_goes() -> None:
+    queue = Queue(large=3)
+    assert queue.round(*queue.large, preempts=True) == [True] * 3
+
+
+def test_who_is_not_looked_at_becomes_overdue() -> None:
+    """A burst of more urgent ones that wait comes in each round."""
+    queue = Queue()
+    queue.reason = Reason.LOADS
+    late = queue.arrive(is_planned=True)
+
+    def burst(*others: Any) -> list[bool]:
+        urgent = [queue.arrive(1, is_planned=True) for _ in range(MAX_PUT_OFF)]
+        queue.large += urgent
+        *put_off, first, second = queue.round(*urgent, *others)
+        assert not any(put_off)
+        for req in urgent:
+            queue.line.left(req.rid)
+        return [first, second]
+
+    for _ in range(MAX_OVERTAKEN):
+        assert burst(late, queue.arrive()) == [False, True]
+    assert burst(queue.arrive(), late) == [False, True]
+
+
+def test_a_round_looks_at_few_of_those_whose_waits_are_over() -> None:
+    queue = Queue(large=0)
+    queue.reason = Reason.LOADS
+    queue.large = [queue.arrive(is_planned=True) for _ in range(5 * MAX_PUT_OFF)]
+    for _ in range(5):
+        before = queue.num_looks
+        assert not any(queue.round(*queue.large))
+        assert queue.num_looks - before == MAX_PUT_OFF
+    queue.may_have_come = True
+    for _ in range(3):
+        before = queue.num_looks
+        assert not any(queue.round(*queue.large))
+        assert queue.num_looks - before == MAX_PUT_OFF
+    queue.comes = True
+    assert all(queue.round(*queue.large))
 
 
 @pytest.mark.parametrize("reason", [Reason.LOADS, Reason.NO_ROOM])
