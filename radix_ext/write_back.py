@@ -126,7 +126,8 @@ class WriteBackQueue(Generic[Node]):
         """None: it has been saved before, or is missed."""
         known = self._facts_of(node)
         if known.host is not None:
-            if self._lacks_text(node, known.host):
+            # else others may have its slots by now
+            if self._lacks_text(node, known.host) and self._place(node) is not None:
                 self._precede(node)
             return None
         if (place := self._place(node)) is not None:

@@ -174,6 +174,52 @@ def test_text_is_saved_once_what_precedes_it_is() -> None:
     assert scheduler.serve(later(second, tail=(33,))) == len(second.all_ids) - 1
 
 
+@pytest.mark.parametrize("page", [1, 4])
+def test_text_is_not_saved_from_slots_that_others_have(page: int) -> None:
+    """Its chunks are here and wait for it, and have left the device."""
+    scheduler = HostScheduler(capacity=96, page_size=page)
+    first = rag(A, head=(*range(90, 98),), tail=(30,) * 9)
+
+    def ask() -> None:
+        scheduler.serve(later(first, (7, 8, 9, 10), tail=(33,) * 9))
+
+    scheduler.serve(first)
+    for _ in range(2):
+        ask()
+        scheduler.idle()
+    nodes = scheduler.cache.tiers.host.nodes
+    texts = [host for host in nodes._nodes.values() if host.is_text]
+    assert len(texts) == 2
+    for host in texts:  # as if their copies had failed
+        nodes.drop(host)
+    ask()
+    assert scheduler.cache.tiers.host.stats()["waiting"] == 2
+    scheduler.evict(96)
+    scheduler.serve(FakeReq(range(200, 260)))
+    scheduler.idle()
+    assert not any(host.is_text for host in nodes._nodes.values())
+    scheduler.evict(96)
+    ask()
+    scheduler.check()
+
+
+@pytest.mark.parametrize("page", [1, 4])
+def test_text_at_another_place_makes_another_chain(page: int) -> None:
+    scheduler, text = HostScheduler(capacity=100, page_size=page), (40, 41, 42, 43)
+    spans = ((2, 6), (10, 13), (13, 17)), ((2, 6), (6, 9), (13, 17))
+    ids = [*HEAD, *A, *text, *B, 7, 8, 9, 10], [*HEAD, *A, *B, *text, 7, 8, 9, 10]
+    for prompt, places in zip(ids, spans, strict=True):
+        for _ in range(3):
+            request = marked(places, namespace="n", is_later_turn=True)
+            scheduler.serve(FakeReq([*prompt, *(30,) * 9], request))
+            scheduler.idle()
+        scheduler.evict(100)
+        scheduler.check()
+        request = marked(places, namespace="n", is_later_turn=True)
+        found = scheduler.serve(FakeReq([*prompt, *(30,) * 9], request))
+        assert len(prompt) - found in range(page)
+
+
 def test_text_leaves_with_its_own_chunks() -> None:
     """Though another conversation says the same about other documents."""
     scheduler = HostScheduler(capacity=100)
