@@ -78,13 +78,13 @@ class Lane:
             # `compute` must not have seen a prompt before it is measured
             for chunks in self._chunks if tier != "compute" else ():
                 self._sent(each, "computed", chunks)
-                # a forward writes back up to 512 tokens of what a request has found cached:
-                # about as many are copied after each
-                self._sent(each, "found", chunks, num_tokens=4 + tokens // 500)
-                while (get(each + "/chunkcache/stats")["ranks"][0].get("storage") or {"queue": 0})[
-                    "queue"
-                ]:
-                    time.sleep(POLL_S)
+                refused = -1
+                # what found no place in the queue is written with the chain's next request
+                while refused < (now := _num_refused(each)):
+                    refused = now
+                    # a forward writes back up to 512 tokens of what a request has found cached:
+                    # about as many are copied after each
+                    self._sent(each, "found", chunks, num_tokens=4 + tokens // 500)
 
     def sample(self, arm: str, place: str, number: int) -> Sample:
         """One request, at its place."""
@@ -206,6 +206,13 @@ def mib_of(args: argparse.Namespace, tokens: int) -> float:
 
 
 # Private, in order of use
+
+
+def _num_refused(url: str) -> int:
+    """Writes that the storage had no place for, once none is under way."""
+    while (found := get(url + "/chunkcache/stats")["ranks"][0].get("storage")) and found["queue"]:
+        time.sleep(POLL_S)
+    return found["full"] if found else 0
 
 
 def _row(cell: Mapping[str, Any], arm: str, base: Sequence[Sample], taken: Sequence[Sample]) -> Row:
