@@ -76,19 +76,18 @@ def is_fused_chunk(chunk: ChunkId) -> bool:
 
 
 def text_before(head: str, spans: Sequence[Span], token_ids: Sequence[int]) -> tuple[str, ...]:
-    """Per span a name of the text before it that is in no span, and of where it stands among the
-    spans: `head`, until text follows a chunk.
+    """Per span a name of the text before it that is in no span: `head`, until text follows a chunk.
 
     Args:
         head: names the tokens before the first span.
     """
     # From the first span on: what is before it has the name `head` already.
-    names, end = list[str](), spans[0].start if spans else 0
+    names, end = [], spans[0].start if spans else 0
     for span in spans:
         if span.start > end:
-            text = chunk_id(token_ids[end : span.start])
-            told = f"{head}\0{len(names)}\0{text}".encode()
-            head = blake2b(told, digest_size=12).hexdigest()
+            head = blake2b(
+                f"{head}\0{chunk_id(token_ids[end : span.start])}".encode(), digest_size=12
+            ).hexdigest()
         names.append(head)
         end = span.end
     return tuple(names)

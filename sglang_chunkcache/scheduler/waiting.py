@@ -103,10 +103,10 @@ class WaitingLine:
         if known.must_go or known.is_asked_only:
             known.is_put_off = False
         else:
-            wait = self._waits.get(req.rid)
-            if wait is None and self._is_later(req):
-                wait = self._waits[req.rid] = _Wait(self._place(req))
-            is_waiting = wait is not None and (self._is_later(req) or not self._is_over(wait))
+            wait, is_later = self._waits.get(req.rid), self._is_later(req)
+            if is_later and wait is None:
+                self._waits[req.rid] = _Wait(self._place(req))
+            is_waiting = is_later or (wait is not None and not self._is_over(wait))
             known.is_put_off = is_waiting or self._is_held_back(req)
         return known.is_put_off
 
@@ -144,11 +144,12 @@ class WaitingLine:
     ) -> Any:
         """What `add` says; None: it is put off. Called by our hook, in place of SGLang's. `rematch`
         looks up what it finds, as SGLang has done before."""
-        known, wait = state(req), self._waits.get(req.rid)
+        known = state(req)
         if adder is not self._adder:
             self._begin(adder)
             if known.is_put_off:  # perhaps since the round before had put off enough
                 rematch()
+        wait = self._waits.get(req.rid)
         needs_room = wait is not None and wait.reason is Reason.NO_ROOM
         is_first = self.is_idle and needs_room and not self._is_held_back(req)
         # What is preempted is for this one: else the next would preempt again, and 0.5.21 loses
@@ -200,10 +201,10 @@ class WaitingLine:
 
     def _is_later(self, req: Req) -> bool:
         """Whether it is looked at in a later round: not who is overdue."""
+        if self._num_put_off < MAX_PUT_OFF or self._place(req) == self._overdue:
+            return False
         spans = state(req).spans
-        is_planned = spans is not None and spans.fusion is not None
-        is_enough = self._num_put_off >= MAX_PUT_OFF
-        return is_enough and is_planned and self._place(req) != self._overdue
+        return spans is not None and spans.fusion is not None
 
     def _is_over(self, wait: _Wait) -> bool:
         is_late = wait.reason is Reason.NO_ROOM and self.num_forwards >= wait.until

@@ -203,23 +203,6 @@ def test_text_is_not_saved_from_slots_that_others_have(page: int) -> None:
     scheduler.check()
 
 
-@pytest.mark.parametrize("page", [1, 4])
-def test_text_at_another_place_makes_another_chain(page: int) -> None:
-    scheduler, text = HostScheduler(capacity=100, page_size=page), (40, 41, 42, 43)
-    spans = ((2, 6), (10, 13), (13, 17)), ((2, 6), (6, 9), (13, 17))
-    ids = [*HEAD, *A, *text, *B, 7, 8, 9, 10], [*HEAD, *A, *B, *text, 7, 8, 9, 10]
-    for prompt, places in zip(ids, spans, strict=True):
-        for _ in range(3):
-            request = marked(places, namespace="n", is_later_turn=True)
-            scheduler.serve(FakeReq([*prompt, *(30,) * 9], request))
-            scheduler.idle()
-        scheduler.evict(100)
-        scheduler.check()
-        request = marked(places, namespace="n", is_later_turn=True)
-        found = scheduler.serve(FakeReq([*prompt, *(30,) * 9], request))
-        assert len(prompt) - found in range(page)
-
-
 def test_text_leaves_with_its_own_chunks() -> None:
     """Though another conversation says the same about other documents."""
     scheduler = HostScheduler(capacity=100)
@@ -464,7 +447,9 @@ def test_layers_are_copied_ahead_as_far_as_the_prefill_is_too_short(
     host.pool.is_layered = is_layered
     # 3 s, and 1.5 s of computing
     scheduler.price(Line(each=0.5), Line(each=1.0))
-    batch = SimpleNamespace(forward_mode=mode, reqs=[], prefix_lens=[prefix_len], extend_lens=[1.5])
+    batch = SimpleNamespace(
+        forward_mode=mode, reqs=[], prefix_lens=[prefix_len], extend_lens=[1.5]
+    )
     host.load_back.before(batch)
     assert host.pool.num_ahead == host.stats()["layers_ahead"] == expected
 
