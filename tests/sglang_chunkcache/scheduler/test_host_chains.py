@@ -3,6 +3,7 @@ search."""
 
 from __future__ import annotations
 
+import itertools
 import logging
 import random
 from collections.abc import Sequence
@@ -702,6 +703,7 @@ def test_random_traffic_finds_all_that_is_held(
     # in pages what a slot holds tells chunks apart that begin otherwise
     pool = [A, B, C, (1, 2, 6), (9,)] if page_size == 1 else [A, (5, 2), C, (6, 1, 2, 1, 3), (9,)]
     live, ended = list[FakeReq](), list[FakeReq]()
+    parts = dict[bytes, tuple[Any, ...]]()
     for _ in range(60):
         chunks = rng.sample(pool, rng.randint(1, 3))
         head, salt = rng.choice([(), HEAD, (90, 92), (94,)]), rng.choice([None, None, "s"])
@@ -722,7 +724,7 @@ def test_random_traffic_finds_all_that_is_held(
         elif step < 0.4:
             scheduler.evict(rng.randint(1, capacity))
         else:
-            expected = longest(scheduler, req)
+            expected = longest(scheduler, req, parts)
             refused = scheduler.cache.tiers.host.counts.no_room
             is_admitted = step > 0.5
             matched = (
@@ -736,6 +738,7 @@ def test_random_traffic_finds_all_that_is_held(
             if rng.random() < 0.6:
                 scheduler.forward()
         scheduler.check(live)
+        parts |= saved_parts(scheduler, pool)
     scheduler.forward()
     for req in live:
         scheduler.release(req, is_insert=False)
@@ -744,26 +747,50 @@ def test_random_traffic_finds_all_that_is_held(
     assert scheduler.allocator.available_size() == capacity
 
 
-def longest(scheduler: HostScheduler, req: FakeReq) -> int:
+def longest(scheduler: HostScheduler, req: FakeReq, parts: dict[bytes, tuple[Any, ...]]) -> int:
     """How many of the request's tokens the device holds, or will with the next forward, and behind
-    them, whole, its head and chunks that are on the host."""
+    them, whole, its head, chunks and texts between that are on the host."""
     host = scheduler.cache.tiers.host
     on_device = {scheduler.allocator.contents.get(slot) for slot in scheduler.tree_slots()}
     for part in host.load_back._loads.values():
         on_device |= {host.pool.contents[slot] for slot in part.tolist()}
     spans, limit = scheduler.cache._spans_of(req).spans, len(req.all_ids) - 1
-    whole = [border for span in spans for border in span[:2]]
     inside = {end for span in spans for end in range(span.start + 1, span.end)}
     ends = [end for end in range(limit + 1) if end not in inside]
     length, page = 0, scheduler.page_size
-    for steps, held in ((ends, on_device), (whole, set(host.pool.contents.values()))):
-        for end in sorted({end - end % page for end in steps}):
-            if not length < end <= limit:
-                continue
-            if content(req, end) not in held:
+    for end in sorted({end - end % page for end in ends}):
+        if length < end <= limit:
+            if content(req, end) not in on_device:
                 break
             length = end
+    on_host = set(host.pool.contents.values())
+    whole = {part for key, part in parts.items() if key in host.nodes._nodes}
+    borders = [0, *itertools.chain.from_iterable(span[:2] for span in spans)]
+    for n, (start, end) in enumerate(itertools.pairwise(borders)):
+        first, last = start - start % page, end - end % page
+        if start == end or (last <= length if n % 2 == 0 else first < length):
+            continue
+        is_held = last == length or content(req, last) in on_host
+        if last > limit or not is_held or content(req, end) not in whole:
+            break
+        length = last
     return length
+
+
+def saved_parts(
+    scheduler: HostScheduler, chunks: Sequence[tuple[int, ...]]
+) -> dict[bytes, tuple[Any, ...]]:
+    """All up to the end of each part of a prompt, by its key: of a chunk on the device that is on
+    the host, and of the text before. In pages the last of it may have no slot of its own."""
+    parts, tokens = dict[bytes, tuple[Any, ...]](), {chunk_id(each): each for each in chunks}
+    for path, node in walk(scheduler.cache):
+        known, tenant = facts(node), (node.key.extra_key, node.key.cache_salt)
+        before = tuple(itertools.chain.from_iterable(key.token_ids for key in path))[: known.start]
+        if known.head_key is not None:
+            parts[known.head_key] = (*tenant, before)
+        if known.host is not None and known.chunk is not None:
+            parts[known.host.chain_key] = (*tenant, before + tokens[known.chunk])
+    return parts
 
 
 @pytest.mark.parametrize(
