@@ -41,6 +41,7 @@ passes=(
     tests/sglang_chunkcache/fusion/test_store.py
     tests/sglang_chunkcache/storage/test_codec.py
 )
+graphs=tests/sglang_chunkcache/fusion/test_pass_graphs.py # a model runner of its own
 if [[ -n $smoke ]]; then
     device=cpu attention=(--quick --repetitions 2) relocate=(--quick)
 fi
@@ -82,10 +83,12 @@ for step in ${STEPS:-tests bench relocate}; do
         tests)
             if [[ -n $smoke ]] || ((${#flags[@]})); then
                 pytest_gpu tests "${kernels[@]}" "${passes[@]}" "${flags[@]}"
+                pytest_gpu tests_graphs $graphs
             else # FlashInfer compiles for each type and head size
                 pytest_gpu tests_bf16_128 "${kernels[@]}" -k "bfloat16-128 or not float16"
                 pytest_gpu tests_bf16_64 "${kernels[@]}" -k "bfloat16-64"
                 pytest_gpu tests_passes "${passes[@]}" # of bfloat16 with 64 dimensions
+                pytest_gpu tests_graphs $graphs
                 pytest_gpu tests_fp16_64 "${kernels[@]}" -k "float16-64 and not bfloat16-64"
                 pytest_gpu tests_fp16 "${kernels[@]}" -k "float16 and not bfloat16-128 and not float16-64"
             fi

@@ -23,6 +23,7 @@ comes with SGLang's tree.
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from functools import partial
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,9 @@ from sglang.srt.mem_cache.allocator import paged
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchResult
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.mem_cache.radix_cache import RadixCache, TreeNode
+from sglang.srt.model_executor.runner_backend.breakable_cuda_graph_backend import (
+    BreakableCudaGraphBackend,
+)
 from sglang.srt.runtime_context import get_parallel
 
 if TYPE_CHECKING:
@@ -153,6 +157,47 @@ def create_host_pool(device_pool: Any, num_bytes: int, *, pin_memory: bool, labe
         more["device_capacity_tokens"] = device_pool.size
     how = {"pin_memory": pin_memory, "pool_label": label, **more}
     return MHATokenToKVPoolHost(of, 0.0, num_bytes / 1e9, 1, "layer_first", **how)
+
+
+def bound(runner: Any, batch: Any) -> Any:
+    """The batch. From 0.5.23 on it says how the runner's pool names its slots: some attention
+    backends, and graphs, ask it."""
+    bind = getattr(runner.kv_index_translator, "bind_own_plan", None)
+    if bind is not None:
+        bind(batch)
+    return batch
+
+
+def replayed(runner: Any, backend: Any, batch: Any) -> torch.Tensor | None:
+    """What the runner's inner model gives for the batch under this attention backend, [n,
+    hidden_size], from the graph that SGLang has captured for prefills of so many rows: between its
+    segments attention is called as ever. Further rows are padding, which no backend sees, and whose
+    slot is 0. None: no such graph was captured.
+
+    SGLang's own `execute` is more: it tells the scheduler that a forward has read its tables."""
+    graphs = runner.prefill_cuda_graph_runner
+    if not isinstance(getattr(graphs, "backend", None), BreakableCudaGraphBackend):
+        return None
+    if not graphs.can_run_graph(batch):
+        return None
+    num_tokens, before = len(batch.input_ids), runner.attn_backend
+    runner.attn_backend = backend  # which the replay asks for it
+    try:
+        with ExitStack() as contexts:
+            if hasattr(graphs, "model_context"):  # from 0.5.23 on, whose batch comes with more
+                contexts.enter_context(graphs.model_context())
+            contexts.enter_context(graphs.backend.replay_session())
+            loaded = graphs.load_batch(batch)
+            padded = loaded[0] if isinstance(loaded, tuple) else loaded
+            rows = len(padded.input_ids)
+            contexts.enter_context(
+                graphs._prefill_forward_context(padded, num_tokens=rows, raw_num_tokens=num_tokens)
+            )
+            hidden = graphs.backend.replay(graphs._shape_key(rows, batch), padded)
+    finally:
+        runner.attn_backend = before
+    # a copy: the next replay writes the same rows
+    return hidden[:num_tokens].clone()  # type: ignore[no-any-return]
 
 
 def dcp_size(args: Any) -> int:

@@ -123,9 +123,10 @@ def write_model(
     model.save_pretrained(path, safe_serialization=True)
 
 
-def make_runner(path: Path, *, dtype: str = "float32", device: str = "cpu") -> Any:
-    """SGLang's ModelRunner over the model at `path`, with `torch_native` attention and `POOL_SLOTS`
-    slots. One device a process."""
+def make_runner(path: Path, *, dtype: str = "float32", device: str = "cpu", **flags: str) -> Any:
+    """SGLang's ModelRunner over the model at `path`, with `torch_native` attention, `POOL_SLOTS`
+    slots and without graphs, where the server's flags do not say otherwise. One device a
+    process."""
     global _started
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.distributed import bootstrap
@@ -136,7 +137,8 @@ def make_runner(path: Path, *, dtype: str = "float32", device: str = "cpu") -> A
 
     from sglang_chunkcache.launch_server import CPU_FLAGS
 
-    flags = {
+    more = {f"--{name.replace('_', '-')}": value for name, value in flags.items()}
+    all_flags = {
         **CPU_FLAGS,
         "--device": device,
         "--model-path": str(path),
@@ -145,9 +147,10 @@ def make_runner(path: Path, *, dtype: str = "float32", device: str = "cpu") -> A
         "--max-running-requests": str(MAX_REQUESTS),
         "--context-length": "2048",
         "--disable-overlap-schedule": None,
+        **more,
     }
     server_args = prepare_server_args(
-        [part for flag in flags.items() for part in flag if part is not None]
+        [part for flag in all_flags.items() for part in flag if part is not None]
     )
     publish(
         server_args,

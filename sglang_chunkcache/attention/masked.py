@@ -107,6 +107,9 @@ class PassBackend(AttentionBackend):  # type: ignore[misc]
         self.token_to_kv_pool = runner.token_to_kv_pool
         self._out_slots, self._out_rows, self._watch = out_slots, out_rows, watch
 
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Asked for by SGLang's graphs. All is laid out."""
+
     def forward_extend(
         self,
         q: Tensor,

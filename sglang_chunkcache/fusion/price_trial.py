@@ -22,6 +22,7 @@ from sglang_chunkcache.fusion.measure import (
     deviation_evidence,
     question_evidence,
 )
+from sglang_chunkcache.fusion.recompute import run_forward
 from sglang_chunkcache.fusion.relocate import KeyTurn
 from sglang_chunkcache.fusion.trial_rows import Means, Row
 from sglang_chunkcache.scheduler.host_nodes import HostNodes
@@ -128,7 +129,7 @@ class _Trial:
         return time.perf_counter() - started
 
     def _extend(self, start: int, end: int) -> None:
-        self._means.prefill(self._row, self._ids[:end].tolist(), start)
+        run_forward(self._runner, self._row.number, self._ids[:end].tolist(), start, end)
 
     def _recompute(self, num_tokens: int, end: int) -> None:
         """Tokens spread over `[0, end)`, written again."""

@@ -35,9 +35,14 @@ from sglang_chunkcache.attention.masked import (
 )
 from sglang_chunkcache.attention.masked_layout import plan
 from sglang_chunkcache.attention.upload import upload
+from sglang_chunkcache.compat import bound, replayed
 
 PADDING_SLOT = 0
 """SGLang's pool keeps slot 0 for padding; no attention reads it."""
+
+REPLAYS = False
+"""Whether passes replay the graphs that SGLang has captured for prefills, where there are some. To
+be set once `test_graph_equals_no_graph` has passed on a GPU."""
 
 
 class PlanError(Exception):
@@ -122,17 +127,7 @@ def run_extend(
     Returns:
         [end - start, hidden_size].
     """
-    end = len(token_ids) if end is None else end
-    batch = _forward_batch(
-        runner,
-        token_ids=upload(torch.tensor(list(token_ids[start:end])), runner.device),
-        positions=torch.arange(start, end, device=runner.device),
-        # `req_to_token` is int32, and slots that are written are int64.
-        out_slots=runner.req_to_token_pool.req_to_token[row, start:end].long(),
-        rows=[row],
-        prefix_lens=[start],
-        extend_lens=[end - start],
-    )
+    batch = _extend_batch(runner, row, token_ids, start, end)
     backend = runner.attn_backend
     # FlashInfer's ragged path writes K/V after attention (SGLang 0.5.21, `flashinfer_backend.py`),
     # where our passes read all keys from the pool. Other backends have no such switch: torch_native
@@ -145,6 +140,29 @@ def run_extend(
     finally:
         if before is not None:
             backend.use_paged = before
+
+
+@torch.no_grad()
+def run_forward(runner: Any, row: int, token_ids: Sequence[int], start: int, end: int) -> None:
+    """As `run_extend`, as SGLang serves it: in a graph where it has one, with the last token's
+    logits."""
+    runner.forward(_extend_batch(runner, row, token_ids, start, end))
+
+
+def _extend_batch(
+    runner: Any, row: int, token_ids: Sequence[int], start: int, end: int | None
+) -> Any:
+    end = len(token_ids) if end is None else end
+    return _forward_batch(
+        runner,
+        token_ids=upload(torch.tensor(list(token_ids[start:end])), runner.device),
+        positions=torch.arange(start, end, device=runner.device),
+        # `req_to_token` is int32, and slots that are written are int64.
+        out_slots=runner.req_to_token_pool.req_to_token[row, start:end].long(),
+        rows=[row],
+        prefix_lens=[start],
+        extend_lens=[end - start],
+    )
 
 
 def _run_sparse(
@@ -187,6 +205,9 @@ def _forward(
     runner: Any, backend: AttentionBackend, batch: Any, prepare: Callable[[Any], None] | None = None
 ) -> Tensor:
     """The inner model's hidden states, under this backend."""
+    found = replayed(runner, backend, batch) if REPLAYS and prepare is None else None
+    if found is not None:
+        return found
     with forward_context(ForwardContext(attn_backend=backend)):
         if prepare is not None:
             prepare(batch)
@@ -241,7 +262,7 @@ def _forward_batch(
 
     seq_lens = list(map(sum, zip(prefix_lens, extend_lens, strict=True)))
     starts = list(accumulate(extend_lens[:-1], initial=0))
-    return ForwardBatch(
+    batch = ForwardBatch(
         forward_mode=ForwardMode.EXTEND,
         batch_size=len(rows),
         input_ids=token_ids,
@@ -263,3 +284,4 @@ def _forward_batch(
         capture_hidden_mode=CaptureHiddenMode.NULL,
         is_prefill_only=True,
     )
+    return bound(runner, batch)
