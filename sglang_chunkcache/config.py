@@ -281,9 +281,9 @@ class CostConfig:
     computing (radix_ext/README.md)."""
     recompute_attention: str = knob("auto", choices=("auto", "masked", "sparse"))
     """Attention of the recompute pass (also --recompute-attention). `masked` is torch alone and
-    computes hidden keys too. `sparse` is FlashInfer's kernel that is fastest on this machine, over
-    the keys that a token sees; where it cannot run, the server does not start. `auto`: `sparse`
-    where it can run, else `masked`."""
+    computes hidden keys too. `sparse` is FlashInfer's kernel that is fastest here for each pass,
+    over the keys that a token sees; where it cannot run, the server does not start. `auto`:
+    `sparse` where it can run, else `masked`."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,5 @@
-"""Which attention the recompute pass uses: FlashInfer's fastest kernel on this machine, or the
-mask.
+"""Which attention the recompute pass uses: FlashInfer's kernels that are right on this machine, of
+which each pass takes one, or the mask.
 
 Kernels are tried at the start, not looked up. Each kernel is first compared with the reference on a
 small pass; then its launches are timed on a pass of 15% of 8k keys (planning is the same for all).
@@ -21,6 +21,7 @@ from torch import Tensor
 from sglang_chunkcache.attention.base import HeadShape, SparseAttention, SparseRequest
 from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse
 from sglang_chunkcache.attention.flashinfer_cuda import unsupported
+from sglang_chunkcache.attention.per_pass import KernelPerPass
 from sglang_chunkcache.attention.reference import attend
 
 logger = logging.getLogger(__name__)
@@ -41,9 +42,9 @@ LAYERS = 8
 
 @dataclass(frozen=True)
 class Choice:
-    """`kernel` is the fastest of `ms`; None: `ms` is empty."""
+    """`attention` holds the kernels of `ms`; None: there are none."""
 
-    kernel: str | None
+    attention: KernelPerPass | None
     ms: dict[str, float]
     """kernel -> milliseconds a layer, of those that are right."""
     failed: dict[str, str]
@@ -66,7 +67,7 @@ def create(runner: Any, option: str) -> tuple[SparseAttention | None, dict[str, 
         option: `--recompute-attention`: auto, masked or sparse.
     Returns:
         The sparse attention, None for the mask; and what the stats show: `kind` (sparse, masked),
-        `kernel`, `reason`, `ms` (kernel -> milliseconds as measured).
+        `kernel` (their names), `reason`, `ms` (kernel -> milliseconds as measured).
     Raises:
         ValueError: the option is `sparse`, which this machine or model cannot run; names the
             reason.
@@ -74,7 +75,7 @@ def create(runner: Any, option: str) -> tuple[SparseAttention | None, dict[str, 
     if option == "masked":
         return None, described("masked", "asked for")
     try:
-        attention, chosen = _fastest(runner)
+        attention, chosen = _right(runner)
     except Exception as error:  # a driver, a compiler, memory: the masked pass is as right
         logger.warning("chunk cache: no sparse attention", exc_info=True)
         attention, chosen = None, described("masked", f"{type(error).__name__}: {error}")
@@ -105,7 +106,9 @@ def choose(
         timer: None: Triton's `do_bench`, which empties the L2 cache between its calls by writing
             256 MB of GPU memory.
     """
+    right: dict[str, FlashInferSparse] = {}
     ms: dict[str, float] = {}
+    ms_per_key: dict[str, float] = {}
     failed: dict[str, str] = {}
     # On the CPU and seeded, so that every machine checks the same numbers.
     generator = torch.Generator().manual_seed(0)
@@ -129,16 +132,19 @@ def choose(
             if error := _error(attention, small, scale):
                 failed[kernel] = error
                 continue
-            attention.plan([large.request])  # its order is not needed: queries are random
+            layout = attention.lay_out([large.request])
+            attention.plan([large.request], layout)  # in any order: queries are random
             run = partial(attention.run, large.queries, large.keys, large.values)
             ms[kernel] = (timer or _cuda_ms)(run)
+            ms_per_key[kernel] = ms[kernel] / attention.busiest_keys(layout)
+            right[kernel] = attention
         except Exception as error:  # nvcc, ninja, the linker, CUDA: another kernel may still work
             logger.warning("chunk cache: attention kernel %s is left out", kernel, exc_info=True)
             failed[kernel] = f"{type(error).__name__}: {error}".splitlines()[0]
-    return Choice(min(ms, key=ms.__getitem__, default=None), ms, failed)
+    return Choice(KernelPerPass(right, ms_per_key) if right else None, ms, failed)
 
 
-def _fastest(runner: Any) -> tuple[SparseAttention | None, dict[str, Any]]:
+def _right(runner: Any) -> tuple[SparseAttention | None, dict[str, Any]]:
     """`create` for auto, errors included."""
     shape, scale, reason = _shape_of(runner)
     device = torch.device(runner.device)
@@ -146,13 +152,10 @@ def _fastest(runner: Any) -> tuple[SparseAttention | None, dict[str, Any]]:
         return None, described("masked", reason)
     choice = choose(shape, device=device, scale=scale)
     left_out = [f"{kernel} left out: {why}" for kernel, why in choice.failed.items()]
-    if choice.kernel is None:
+    if choice.attention is None:
         return None, described("masked", "; ".join(left_out), ms=choice.ms)
-    # Made anew: the instances that were tried, and their workspaces, are gone with `choose`.
-    attention = FlashInferSparse(shape, device=device, scale=scale, kernel=choice.kernel)
-    return attention, described(
-        "sparse", "; ".join(["the fastest here", *left_out]), choice.kernel, choice.ms
-    )
+    reason = "; ".join(["the fastest here, for each pass", *left_out])
+    return choice.attention, described("sparse", reason, ", ".join(choice.ms), choice.ms)
 
 
 def _shape_of(runner: Any) -> tuple[HeadShape, float, str | None]:

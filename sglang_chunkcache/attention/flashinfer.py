@@ -27,6 +27,7 @@ from sglang_chunkcache.attention.sparse_layout import (
     Kind,
     Launch,
     SparseLayout,
+    block_keys,
     plan_sparse,
     slot_indices,
 )
@@ -83,6 +84,9 @@ class FlashInferSparse:
         self.tile_rows = tile_rows(shape, kernel)
         self._shape, self._scale, self._device, self._kernel = shape, scale, device, kernel
         self._modules = modules or importlib.import_module("flashinfer")
+        self._num_sms = 1
+        if device.type == "cuda":
+            self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         # Shared by the launches, which run one after the other: it holds partial results within a
         # launch only.
         self._workspace = torch.empty(self._workspace_bytes(), dtype=torch.uint8, device=device)
@@ -111,13 +115,34 @@ class FlashInferSparse:
         queries = cache.new_zeros(len(positions), shape.num_qo_heads, shape.head_dim)
         self.run(queries, cache, cache)
 
-    def plan(self, requests: Sequence[SparseRequest]) -> Tensor | None:
-        """Lay out the pass and upload it; see `SparseAttention.plan`."""
+    def lay_out(self, requests: Sequence[SparseRequest]) -> SparseLayout:
+        """The pass as this kernel takes it, on the host alone. Raises as `plan`."""
+        return plan_sparse(requests, tile_rows=self.tile_rows)
+
+    def busiest_keys(self, layout: SparseLayout) -> float:
+        """Keys that the busiest multiprocessor walks, with which a layer's time grows.
+
+        Blocks are spread evenly. FA3 splits none: where they are fewer than multiprocessors, the
+        longest one lasts as long as all. FA2 then splits their keys.
+        """
+        is_fa2 = self._kernel == "fa2"
+        heads = self._shape.num_kv_heads if is_fa2 else self._shape.num_qo_heads
+        walked = (block_keys(launch, self.tile_rows) for launch in layout.launches)
+        return sum(
+            max(float(keys.sum()) * heads / self._num_sms, 0 if is_fa2 else float(keys.max()))
+            for keys in walked
+        )
+
+    def plan(
+        self, requests: Sequence[SparseRequest], layout: SparseLayout | None = None
+    ) -> Tensor | None:
+        """Lay out the pass and upload it; see `SparseAttention.plan`.
+        layout: `lay_out` of the same requests; None: it is still to be made."""
         # A plan that raises an error leaves nothing that `run` could take for this pass.
         self._layout = None
         if self._copied is not None:
             self._copied.synchronize()
-        layout = plan_sparse(requests, tile_rows=self.tile_rows)
+        layout = layout or self.lay_out(requests)
         starts = torch.tensor([0, *(request.num_keys for request in requests)]).cumsum(0)
         # The kernels take slot indices of int32.
         slots = torch.cat(
@@ -198,11 +223,9 @@ class FlashInferSparse:
     def _workspace_bytes(self) -> int:
         """What FA2 needs where it splits the keys of an entry: output and log-sum-exp, float32, of
         as many blocks as it starts, each counted with all query heads. FA3 needs none."""
-        shape, num_sms = self._shape, 1
-        if self._device.type == "cuda":
-            num_sms = torch.cuda.get_device_properties(self._device).multi_processor_count
+        shape = self._shape
         # FA2 starts two blocks a multiprocessor, spread over the KV heads.
-        num_blocks = max(1, 2 * num_sms // shape.num_kv_heads)
+        num_blocks = max(1, 2 * self._num_sms // shape.num_kv_heads)
         num_rows = num_blocks * BLOCK_ROWS * shape.num_qo_heads if self._kernel != "fa3" else 0
         return (1 << 20) + 4 * num_rows * (shape.head_dim + 1)
 

@@ -136,6 +136,22 @@ def slot_indices(launch: Launch, slots: Tensor, starts: Tensor) -> Tensor:
     return slots.int().index_select(0, index)
 
 
+def block_keys(launch: Launch, tile_rows: int) -> Ints:
+    """[blocks]: keys that each block walks of a kernel that takes `tile_rows` rows of an entry at a
+    time. It stops at the entry's last key; in a causal entry at the key that its own last row sees,
+    or would see if it existed."""
+    num_rows, num_keys = (
+        indptr.diff().numpy().astype(np.int64) for indptr in (launch.qo_indptr, launch.kv_indptr)
+    )
+    blocks = tiles_of(tile_rows, num_rows)
+    walked: Ints = num_keys[blocks.request]
+    # a kernel cuts from the entry's first row on: the remainder is in the last block
+    if launch.kind == "causal":
+        number = np.arange(len(walked)) - np.searchsorted(blocks.request, blocks.request)
+        walked = np.minimum(walked, walked - num_rows[blocks.request] + (number + 1) * tile_rows)
+    return walked
+
+
 def _find_runs(visible: Ints, counts: Ints, tile_rows: int) -> Pieces:
     """Stretches of at least `tile_rows` rows, each of which sees one key more than the one before
     it.

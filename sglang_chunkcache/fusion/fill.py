@@ -27,6 +27,7 @@ from torch import Tensor
 from radix_ext.cfo import Scored
 from radix_ext.costs import Phase, Work, through
 from sglang_chunkcache.attention.base import PassSequence, SparseAttention
+from sglang_chunkcache.attention.per_pass import KernelPerPass
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.fusion.calibration import Calibration
 from sglang_chunkcache.fusion.choosing import Chooser, ids_of, one_call
@@ -210,15 +211,17 @@ class FusionPass:
         return captured
 
     def stats(self) -> dict[str, Any]:
-        """Seconds and tokens since the start, by phase; what the pass attends with, how often it
-        had to do without (`fallbacks`); how far an element may be off in the store."""
+        """Seconds and tokens since the start, by phase; what the pass attends with, how often by
+        each kernel, trials included (`passes`), and how often it had to do without (`fallbacks`);
+        how far an element may be off in the store."""
         codec = self.host.pool.codec
+        passes = self.sparse.passes if isinstance(self.sparse, KernelPerPass) else {}
         return {
             "codec": {"name": codec.name, "max_error": codec.max_error(self.pool.dtype)},
             "layers_ahead": self.mover.layers_ahead,
             "copied_again": self.mover.num_copied_again,
             **({} if self.sharing is None else {"one_copy": self.sharing.stats()}),
-            "attention": {**self.attention, "fallbacks": self.num_unplanned},
+            "attention": {**self.attention, "passes": {**passes}, "fallbacks": self.num_unplanned},
             "seconds": {phase: round(seconds, 6) for phase, seconds in self.seconds.items()},
             "tokens": dict(self.num_tokens),
         }

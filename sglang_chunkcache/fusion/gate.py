@@ -37,6 +37,7 @@ from torch import Tensor
 from sglang_chunkcache.attention import choice
 from sglang_chunkcache.attention.base import PassSequence, SparseAttention, SparseRequest
 from sglang_chunkcache.attention.masked import Observer
+from sglang_chunkcache.attention.per_pass import KernelPerPass
 from sglang_chunkcache.attention.slot_map import rows_of
 from sglang_chunkcache.fusion.recompute import run_pass
 from sglang_chunkcache.fusion.relocate import KeyTurn, rotary_of
@@ -184,7 +185,8 @@ class GateFigures:
 def gated_attention(
     means: Means, option: str
 ) -> tuple[SparseAttention | None, dict[str, Any], GateFigures]:
-    """The recompute pass's attention as `choice.create` chooses it, and the gate's figures with it.
+    """The recompute pass's attention as `choice.create` chooses it, and the gate's figures with it:
+    of the first kernel that fails, else of the last.
 
     With `auto`, one that fails the gate is given up for the masked one, which is measured in its
     place.
@@ -194,23 +196,30 @@ def gated_attention(
         RuntimeError: as `open_trial`.
     """
     sparse, attention = choice.create(means.runner, option)
+    # One by one: a trial's passes are small, and would all take the same.
+    kernels = sparse.kernels if isinstance(sparse, KernelPerPass) else {"": sparse}
+    # Asked for by name, they are not replaced: the start is refused with their figures.
+    can_give_up = sparse is not None and option == "auto"
     with open_trial(means) as trial:
-        # Asked for by name, a kernel is not replaced: the start is refused with its figures.
-        if sparse is not None and option == "auto":
+        for name, kernel in kernels.items():
             try:
-                figures = trial.measure(sparse)
+                figures = trial.measure(kernel)
                 if figures.passed:
-                    return sparse, attention, figures
+                    continue
                 reason = str(figures)
             except Exception as error:
+                if not can_give_up:
+                    raise
                 logger.warning(
                     "chunk cache: the gate did not get through with sparse attention", exc_info=True
                 )
                 reason = f"{type(error).__name__}: {error}"
-            reason = f"{attention['kernel']} failed the gate: {reason}"
+            if not can_give_up:
+                break
+            reason = f"{name} failed the gate: {reason}"
             given_up = {"kind": "masked", "kernel": None, "reason": reason}
-            sparse, attention = None, {**attention, **given_up}
-        return sparse, attention, trial.measure(sparse)
+            return None, {**attention, **given_up}, trial.measure(None)
+        return sparse, attention, figures
 
 
 @contextmanager

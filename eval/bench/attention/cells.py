@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from itertools import product
 from statistics import median
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from sglang_chunkcache.attention.base import HeadShape, SparseRequest
 from sglang_chunkcache.attention.flashinfer import KERNELS, tile_rows
-from sglang_chunkcache.attention.sparse_layout import Launch, SparseLayout, plan_sparse, tiles_of
+from sglang_chunkcache.attention.sparse_layout import SparseLayout, block_keys, plan_sparse
 
 PATTERNS = ("scattered", "clustered")
 RUN_LEN = 64
@@ -118,27 +117,13 @@ def layouts_of(requests: Sequence[SparseRequest], shape: HeadShape) -> dict[str,
 
 def executed_pairs(layout: SparseLayout, tile_rows: int) -> int:
     """Pairs computed by kernels that take `tile_rows` rows of an entry at a time, padding rows
-    included. They stop at an entry's last key; causal ones at the key that the tile's last row
-    sees, or would see if it existed."""
-    return sum(_pairs_of(launch, tile_rows) for launch in layout.launches)
+    included."""
+    return tile_rows * sum(int(block_keys(each, tile_rows).sum()) for each in layout.launches)
 
 
 def num_indices(layout: SparseLayout) -> int:
     """Slot indices of all launches."""
     return sum(int(launch.kv_indptr[-1]) for launch in layout.launches)
-
-
-def _pairs_of(launch: Launch, tile_rows: int) -> int:
-    num_rows, num_keys = (
-        indptr.diff().numpy().astype(np.int64) for indptr in (launch.qo_indptr, launch.kv_indptr)
-    )
-    tiles = tiles_of(tile_rows, num_rows)
-    walked = num_keys[tiles.request]
-    # a kernel cuts from the entry's first row on: the remainder is in the last tile
-    if launch.kind == "causal":
-        number = np.arange(len(walked)) - np.searchsorted(tiles.request, tiles.request)
-        walked = np.minimum(walked, walked - num_rows[tiles.request] + (number + 1) * tile_rows)
-    return tile_rows * int(walked.sum())
 
 
 def _run_lengths(count: int, most: int, generator: torch.Generator) -> Iterator[int]:

@@ -1,5 +1,5 @@
-"""The fastest kernel that is right is taken; one that does not compile or is wrong is named.
-FlashInfer is its model here.
+"""Kernels that are right are held, with what was measured of each; one that does not compile or is
+wrong is named. FlashInfer is its model here.
 
 That the passes are right: test_recompute.py.
 """
@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from sglang_chunkcache.attention import choice as attention_choice
-from sglang_chunkcache.attention.base import HeadShape
+from sglang_chunkcache.attention.base import HeadShape, SparseRequest
 from sglang_chunkcache.attention.choice import Choice, Timer, choose, create
 from sglang_chunkcache.attention.flashinfer import KERNELS
+from sglang_chunkcache.attention.per_pass import KernelPerPass
 from tests.reference import flashinfer
 
 CPU = torch.device("cpu")
@@ -66,7 +67,11 @@ def fail_for(*backends: str) -> Callable[[Any], None]:
     return fail
 
 
-def test_the_fastest_is_taken() -> None:
+def held(choice: Choice) -> set[str]:
+    return set(choice.attention.kernels) if choice.attention else set()
+
+
+def test_all_are_held_and_the_fastest_is_taken() -> None:
     times = iter([3.0, 1.0])
 
     def timer(run: Callable[[], Any]) -> float:
@@ -76,14 +81,19 @@ def test_the_fastest_is_taken() -> None:
         return next(times)
 
     choice = choose_with(flashinfer, timer)
-    assert choice == Choice("fa3", {"fa2": 3.0, "fa3": 1.0}, {})
+    assert (choice.ms, choice.failed) == ({"fa2": 3.0, "fa3": 1.0}, {})
+    assert held(choice) == {*KERNELS}
+    assert choice.attention is not None
+    # as in the timed pass: on the CPU no pass has fewer blocks than multiprocessors
+    slots = torch.arange(4096)
+    choice.attention.plan([SparseRequest(slots[::7].clone(), slots)])
+    assert choice.attention.passes == {"fa2": 0, "fa3": 1}
 
 
 def test_one_that_does_not_compile_is_left_out() -> None:
     """FA3's headers may miss a library that FA2's do not need: FA2 serves then."""
     choice = choose_with(changed(fail_for("fa3")))
-    assert choice.kernel == "fa2"
-    assert set(choice.ms) == {"fa2"}
+    assert held(choice) == set(choice.ms) == {"fa2"}
     assert choice.failed == dict.fromkeys(KERNELS[1:], "RuntimeError: Ninja build failed.")
 
 
@@ -106,7 +116,7 @@ def test_what_is_wrong_is_left_out(
 ) -> None:
     """Not even timed. The server then falls back to the masked pass and logs the reasons."""
     choice = choose_with(changed(change), shape=HeadShape(2, 1, 64, dtype))
-    assert (choice.kernel, choice.ms) == (None, {})
+    assert (choice.attention, choice.ms) == (None, {})
     assert set(choice.failed) == set(KERNELS)
     assert all(why.startswith(reason) for why in choice.failed.values())
 
@@ -163,21 +173,30 @@ def test_auto_says_why_it_is_masked(reason: str, runner: Any) -> None:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine on which kernels could be tried."""
     monkeypatch.setattr(attention_choice, "unsupported", lambda *args, **kwargs: None)
-    monkeypatch.setattr(
-        attention_choice, "FlashInferSparse", lambda shape, **kwargs: (shape, kwargs)
-    )
 
 
 @pytest.mark.usefixtures("gpu")
-def test_the_fastest_kernel_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    fastest = Choice("fa2", {"fa2": 2.0}, {"fa3": "nvcc: no"})
-    monkeypatch.setattr(attention_choice, "choose", lambda *_, **__: fastest)
+@pytest.mark.parametrize("failed", [[], ["fa3"]])
+def test_kernels_that_are_right_are_held(
+    monkeypatch: pytest.MonkeyPatch, failed: list[str]
+) -> None:
+    """As they were tried: what compiling and a first pass pin is there when requests come."""
+    right = [kernel for kernel in KERNELS if kernel not in failed]
+    kernels: Any = {kernel: mock.Mock() for kernel in right}
+    ms = dict.fromkeys(right, 2.0)
+    choosing = mock.Mock(
+        return_value=Choice(KernelPerPass(kernels, ms), ms, dict.fromkeys(failed, "nvcc: no"))
+    )
+    monkeypatch.setattr(attention_choice, "choose", choosing)
     attention, chosen = create(make_runner(), "auto")
-    shape, kwargs = attention  # type: ignore[misc]
-    assert shape == HeadShape(4, 2, 64, torch.bfloat16)
-    assert kwargs == {"device": torch.device("cpu"), "scale": 0.125, "kernel": "fa2"}
-    reason = "the fastest here; fa3 left out: nvcc: no"
-    assert chosen == told(reason, "sparse", "fa2", fa2=2.0)
+    assert isinstance(attention, KernelPerPass)
+    assert attention.kernels == kernels
+    shape = HeadShape(4, 2, 64, torch.bfloat16)
+    choosing.assert_called_once_with(shape, device=CPU, scale=0.125)
+    reason = "; ".join(
+        ["the fastest here, for each pass", *(f"{k} left out: nvcc: no" for k in failed)]
+    )
+    assert chosen == told(reason, "sparse", ", ".join(right), **ms)
 
 
 @pytest.mark.usefixtures("gpu")

@@ -25,6 +25,7 @@ from radix_ext.moved_plan import Candidate
 from radix_ext.sources import DeviceCopy, HostCopy
 from radix_ext.variants import Variant
 from sglang_chunkcache import config
+from sglang_chunkcache.attention import choice as attention_choice
 from sglang_chunkcache.fusion import choosing, moving, selectors
 from sglang_chunkcache.fusion import fill as fusion_pass
 from sglang_chunkcache.fusion.measure import question_evidence
@@ -294,7 +295,8 @@ def test_a_pass_without_a_plan_is_masked(scene: Scene, caplog: pytest.LogCapture
         move = scene.run(asked("first", 0.3), failing)
         scene.assert_close(scene.kv(move.slots), expected)
         assert move.fallbacks == []
-    told = {"kind": "sparse", "kernel": "reference", "reason": "a test", "ms": {}, "fallbacks": 2}
+    told = attention_choice.described("sparse", "a test", "reference")
+    told |= {"passes": {}, "fallbacks": 2}
     assert failing.stats()["attention"] == told
     assert caplog.text.count("no plan for sparse attention") == 1
 

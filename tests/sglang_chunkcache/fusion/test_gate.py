@@ -4,20 +4,19 @@ and it fails where moving or recomputing is broken."""
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
 
 from sglang_chunkcache.attention import choice as attention_choice
-from sglang_chunkcache.attention import flashinfer as flashinfer_sparse
-from sglang_chunkcache.attention.base import SparseAttention
+from sglang_chunkcache.attention.base import SparseAttention, SparseRequest
 from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse
+from sglang_chunkcache.attention.per_pass import KernelPerPass
 from sglang_chunkcache.attention.sparse_layout import (
     Launch,
     SparseLayout,
-    plan_sparse,
 )
 from sglang_chunkcache.fusion import gate, trial_rows
 from sglang_chunkcache.fusion.gate import GateFigures, gated_attention, open_trial
@@ -163,19 +162,22 @@ def test_flashinfer_passes(half: Any, kernel: str) -> None:
     assert figures.conclusive
 
 
-def shift_limits(monkeypatch: pytest.MonkeyPatch, shift: int) -> None:
-    """The limits alone are off by one."""
+def shift_limits(monkeypatch: pytest.MonkeyPatch, shift: int, kernel: str | None = None) -> None:
+    """The limits alone are off by one; None: of every kernel."""
+    lay_out = FlashInferSparse.lay_out
 
     def shifted(launch: Launch) -> Launch:
         if launch.limits is None:
             return launch
         return launch._replace(limits=(launch.limits + shift).clamp(min=1))
 
-    def plan(*args: Any, **kwargs: Any) -> SparseLayout:
-        layout = plan_sparse(*args, **kwargs)
+    def plan(attention: FlashInferSparse, requests: Sequence[SparseRequest]) -> SparseLayout:
+        layout = lay_out(attention, requests)
+        if kernel not in (None, attention._kernel):
+            return layout
         return dataclasses.replace(layout, launches=tuple(map(shifted, layout.launches)))
 
-    monkeypatch.setattr(flashinfer_sparse, "plan_sparse", plan)
+    monkeypatch.setattr(FlashInferSparse, "lay_out", plan)
 
 
 MUTANTS: dict[str, Mutant] = {
@@ -215,16 +217,19 @@ def test_dummy_weights_pass_and_say_nothing(half: Any) -> None:
 
 @pytest.fixture
 def offered(half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """FlashInfer is there."""
-    told = attention_choice.described("sparse", "the fastest here", "fa2", {"fa2": 1.0})
-    choice = flashinfer_of(half, "fa2"), told
+    """FlashInfer is there, with kernels of which the gate's passes would all take the first."""
+    ms = dict.fromkeys(KERNELS, 1.0)
+    told = attention_choice.described("sparse", "the fastest here", ", ".join(KERNELS), ms)
+    kernels = {kernel: flashinfer_of(half, kernel) for kernel in KERNELS}
+    choice = KernelPerPass(kernels, {**ms, "fa2": 1e-9}), told
     created = {"auto": choice, "sparse": choice, "masked": (None, {})}
     monkeypatch.setattr(attention_choice, "create", lambda runner, setting: created[setting])
 
 
 HARM: dict[str, Mutant] = {
     "": lambda patch: None,
-    "failed the gate: moved_ulps": lambda patch: shift_limits(patch, -1),
+    "fa2 failed the gate: moved_ulps": lambda patch: shift_limits(patch, -1),
+    "fa3 failed the gate: moved_ulps": lambda patch: shift_limits(patch, -1, "fa3"),
     "no kernel image": lambda patch: patch.setattr(FlashInferSparse, "plan", fail),
     "no kernel image ": lambda patch: patch.setattr(FlashInferSparse, "run", fail),
 }
@@ -239,8 +244,8 @@ def test_auto_gives_up_what_fails(half: Any, monkeypatch: pytest.MonkeyPatch, re
     sparse, attention, figures = gated_attention(means_of(half), "auto")
     assert figures.passed
     assert free(half) == before
-    assert attention["ms"] == {"fa2": 1.0}
-    kind = ("masked", None) if reason else ("sparse", "fa2")
+    assert attention["ms"] == dict.fromkeys(KERNELS, 1.0)
+    kind = ("masked", None) if reason else ("sparse", ", ".join(KERNELS))
     assert (attention["kind"], attention["kernel"]) == kind
     assert (sparse is None) is bool(reason)
     assert reason.strip() in attention["reason"]
