@@ -180,7 +180,7 @@ def replayed(runner: Any, backend: Any, batch: Any) -> torch.Tensor | None:
         return None
     if not graphs.can_run_graph(batch):
         return None
-    num_tokens, before = len(batch.input_ids), runner.attn_backend
+    num_tokens, before, raised = len(batch.input_ids), runner.attn_backend, None
     runner.attn_backend = backend  # which the replay asks for it
     try:
         with ExitStack() as contexts:
@@ -193,9 +193,14 @@ def replayed(runner: Any, backend: Any, batch: Any) -> torch.Tensor | None:
             contexts.enter_context(
                 graphs._prefill_forward_context(padded, num_tokens=rows, raw_num_tokens=num_tokens)
             )
-            hidden = graphs.backend.replay(graphs._shape_key(rows, batch), padded)
+            try:
+                hidden = graphs.backend.replay(graphs._shape_key(rows, batch), padded)
+            except Exception as error:  # a context would tell users to switch graphs off
+                raised = error
     finally:
         runner.attn_backend = before
+    if raised is not None:
+        raise raised
     # a copy: the next replay writes the same rows
     return hidden[:num_tokens].clone()  # type: ignore[no-any-return]
 

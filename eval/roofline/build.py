@@ -137,6 +137,17 @@ BUILT = REVIEWED._replace(
 )
 """As built now: launches and reads as tests/eval/test_roofline_counts.py counts them."""
 
+GRAPH_LAUNCHES = 31
+"""As `RECOMPUTE_LAUNCHES`, where a graph replays the pass: what it reads is copied, too."""
+GRAPHS = BUILT._replace(
+    question_launches=8,
+    question_more=45,
+    recompute_launches=4,
+    recompute_layer_s=GRAPH_LAYER_S,
+    recompute_s=PLAN_S + GRAPH_LAUNCHES * LAUNCH_S,
+)
+"""With passes in SGLang's prefill graphs (fusion/recompute.py, `REPLAYS`)."""
+
 LIMIT = Build(
     copy_launches=0,
     copy_chunk_launches=0,

@@ -2,6 +2,7 @@
 step by step, and of the prefill it replaces.
 
     as built    the code as it is: its launches, reads and host work, counted
+    graphs      likewise with its passes in SGLang's prefill graphs, which no GPU has tried
     reviewed    as it was before the first GPU run
     limit       with the passes as one, evidence by the same kernels, the choice on the device
 
@@ -20,13 +21,13 @@ from typing import Any
 from eval.errors import CommandError
 from eval.machines import MACHINES, SHAPES
 from eval.outcome import Row, add_out_option, open_run, table, tell
-from eval.roofline.build import BUILT, LIMIT, REVIEWED, Build
+from eval.roofline.build import BUILT, GRAPHS, LIMIT, REVIEWED, Build
 from eval.roofline.measured import MEASURED_ON, compared
 from eval.roofline.model import QUESTION_TOKENS, STEPS, Model, Prompt, Step
 from eval.run import Sample
 from retrieval.command_line import Parser
 
-BUILDS = {"built": BUILT, "reviewed": REVIEWED, "limit": LIMIT}
+BUILDS = {"built": BUILT, "graphs": GRAPHS, "reviewed": REVIEWED, "limit": LIMIT}
 MIN_TOKENS, MAX_TOKENS = 128, 1 << 20
 
 
@@ -77,8 +78,8 @@ def summary_rows(
             steps, full = model.steps(prompt), model.full(prompt).seconds
             if not row:
                 row = {"tokens": num_tokens, "full": _ms(full)}
-            if name == "reviewed":
-                row["reviewed"] = _over(full, model.device_s(steps))
+            if name in ("graphs", "reviewed"):
+                row[name] = _over(full, model.device_s(steps))
                 continue
             row[name] = _over(full, model.device_s(steps))
             row[f"{name}, from host"] = _over(full, model.host_s(steps))
@@ -131,7 +132,7 @@ def summarize(options: argparse.Namespace, samples: Sequence[Sample]) -> dict[st
     tables = [table(title, summary_rows(machine, shape, tokens, ratio, builds), note)]
     for num_tokens in tokens:
         rows = step_rows(machine, shape, num_tokens, ratio, builds)
-        note = "As built; the last three are milliseconds by build. Load is in place of copy."
+        note = "As built; the last four are milliseconds by build. Load is in place of copy."
         tables.append(table(f"{title}, {num_tokens:,} tokens: steps", rows, note))
     if options.choose_s is not None:
         times = zip(options.choose_s, options.choose_python_s, strict=True)
@@ -180,7 +181,8 @@ def _lengths(text: str) -> list[int]:
 def _builds(options: argparse.Namespace) -> dict[str, Build]:
     if options.choose_s is None:
         return BUILDS
-    return BUILDS | {"built": BUILT._replace(choose_s=options.choose_s)}
+    timed = {name: BUILDS[name]._replace(choose_s=options.choose_s) for name in ("built", "graphs")}
+    return BUILDS | timed
 
 
 def _sample(options: argparse.Namespace, name: str, num_tokens: int) -> Sample:

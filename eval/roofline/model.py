@@ -160,6 +160,7 @@ class Model:
             MASKED_SHARE,
             more_bytes=build.question_reads * kv * build.question_layers,
             launches=launches,
+            layer_s=build.recompute_layer_s,
         )
 
     def _deviation(self, prompt: Prompt) -> Step:

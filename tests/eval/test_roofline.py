@@ -138,7 +138,7 @@ def test_writes_a_record(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert recorded.results == told
     assert [row["tokens"] for row in told["tables"][0]["rows"]] == [1024, 2048]
     assert len(told["tables"]) == 3
-    assert len(recorded.samples) == 6
+    assert len(recorded.samples) == 8
     seconds = recorded.samples[0]["metrics"]["device_s"]
     built = model(BUILT)
     assert seconds == pytest.approx(built.device_s(built.steps(Prompt(1024, 0.2))), rel=1e-3)

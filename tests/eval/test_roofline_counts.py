@@ -12,14 +12,20 @@ from typing import Any
 
 import pytest
 import torch
+from sglang.srt.layers.radix_attention import RadixAttention
 
 from eval.machines import LAYER_LAUNCHES
-from eval.roofline.build import BUILT, CHOICE_LAUNCHES, RECOMPUTE_LAUNCHES
+from eval.roofline.build import (
+    BUILT,
+    CHOICE_LAUNCHES,
+    GRAPH_LAUNCHES,
+    GRAPHS,
+    RECOMPUTE_LAUNCHES,
+)
 from radix_ext import ChunkId, FusionRequest
 from radix_ext.sources import DeviceCopy
-from sglang_chunkcache.attention.base import HeadShape
-from sglang_chunkcache.attention.flashinfer import FlashInferSparse
-from sglang_chunkcache.fusion import fill, measure, relocate, relocate_kernel
+from sglang_chunkcache.attention.base import PassSequence
+from sglang_chunkcache.fusion import fill, measure, recompute, relocate, relocate_kernel
 from sglang_chunkcache.fusion.measure import (
     DeviationProbe,
     QuestionProbe,
@@ -36,6 +42,8 @@ from sglang_chunkcache.scheduler.node import joined
 from sglang_chunkcache.scheduler.pricing import Pricing
 from tests import models
 from tests.eval.launches import OUTSIDE, Launches, count
+from tests.kit.prefill_graphs import BUCKETS, eager_graphs
+from tests.kit.tensors import flashinfer_of
 from tests.reference import flashinfer
 
 NUM_TOKENS, NUM_LAYERS = 512, 3
@@ -72,17 +80,7 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
 
 
 def test_sparse_pass(bench: Bench) -> None:
-    attention = bench.runner.model.model.layers[0].self_attn.attn
-    shape = HeadShape(
-        attention.tp_q_head_num, attention.tp_k_head_num, attention.qk_head_dim, torch.bfloat16
-    )
-    sparse = FlashInferSparse(
-        shape,
-        device=torch.device("cpu"),
-        scale=attention.scaling,
-        kernel="fa3",
-        modules=flashinfer,
-    )
+    sparse = flashinfer_of(bench.runner, "fa3")
     end = NUM_TOKENS - 16
     tail = Tail(IDS[end:], bench.slots[end:])
     move: Any = SimpleNamespace(
@@ -103,6 +101,50 @@ def test_sparse_pass(bench: Bench) -> None:
     for layer in range(NUM_LAYERS):
         assert launches.total(layer) == LAYER_LAUNCHES == BUILT.recompute_launches
     assert launches.total(OUTSIDE) == RECOMPUTE_LAUNCHES
+
+
+def test_passes_in_graphs(bench: Bench) -> None:
+    """Between a graph's segments: K/V written, attention, its copy to where the next segment reads
+    it, padding emptied. The question writes none, and gathers what it sees."""
+    bench.patch.setattr(recompute, "REPLAYS", True)
+    eager = RadixAttention._eager_attention
+
+    def replayed(run: Callable[[], object]) -> Launches:
+        with eager_graphs(bench.runner) as graph, bench.patch.context() as patch:
+            segments = graph.replay
+
+            def counted(launches: Launches) -> None:
+                def replay(*args: Any, **kwargs: Any) -> Any:
+                    launches._inside = 1
+                    try:
+                        return segments(*args, **kwargs)
+                    finally:
+                        launches._inside = 0
+
+                def between(self: RadixAttention, *args: Any, **kwargs: Any) -> None:
+                    launches._layer, launches._inside = self.layer_id, 0
+                    eager.__get__(self)(*args, **kwargs)
+                    launches._layer, launches._inside = OUTSIDE, 1
+
+                patch.setattr(graph, "replay", replay)
+                patch.setattr(RadixAttention, "_eager_attention", between)
+                run()
+
+            return bench.count(counted)
+
+    sparse = flashinfer_of(bench.runner, "fa3")
+    rows = PassSequence.of_row(IDS, bench.slots, torch.arange(1, 2 * BUCKETS[0], 2))
+    found = replayed(lambda: run_pass(bench.runner, [rows], sparse=sparse))
+    behind = torch.arange(NUM_TOKENS, NUM_TOKENS + BUCKETS[0])
+    probe = QuestionProbe(
+        IDS[: BUCKETS[0]], behind, bench.slots, torch.arange(NUM_TOKENS), CHUNKS, NUM_TOKENS
+    )
+    asked = replayed(lambda: question_evidence(bench.runner, [probe]))
+    for layer in range(1, NUM_LAYERS - 1):  # without the mask, and without what is read
+        assert found.total(layer) == GRAPHS.recompute_launches
+        assert asked.total(layer) == GRAPHS.question_launches
+    assert found.total(OUTSIDE) == GRAPH_LAUNCHES - 2  # the question's, as in test_sparse_pass
+    assert asked.total() - NUM_LAYERS * GRAPHS.question_launches == GRAPHS.question_more
 
 
 def test_question(bench: Bench) -> None:

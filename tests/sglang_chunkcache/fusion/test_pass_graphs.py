@@ -7,6 +7,7 @@ On a GPU the graphs are captured ones. Without, the model runs over what they wo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -136,9 +137,13 @@ class Reader(Observer):
 
 
 def test_evidence_is_read_in_a_graph(
-    runner: Any, replays: list[int], monkeypatch: pytest.MonkeyPatch
+    runner: Any,
+    replays: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """It shows an observer what the pass has, padding left out, and may end it."""
+    caplog.set_level(logging.WARNING)
     at, readers = torch.arange(159, PROMPT), [Reader(), Reader()]
     question = PassSequence(TOKENS[at], SparseRequest(at, row(runner)[:159]))
     for reader, is_replayed in zip(readers, (False, True), strict=True):
@@ -149,6 +154,7 @@ def test_evidence_is_read_in_a_graph(
         for old, new in zip(before, all_kv(runner), strict=True):
             assert torch.equal(old, new[:, slots])
     assert [size > len(at) for size in replays] == [True]
+    assert caplog.messages == []
     plain, replayed = readers
     assert plain.layers == replayed.layers == [*range(NUM_LAYERS - 1)]
     for one, other in zip(plain.keys, replayed.keys, strict=True):
