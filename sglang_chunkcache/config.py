@@ -265,8 +265,8 @@ class HostConfig:
 @dataclass(frozen=True)
 class CostConfig:
     max_pass_tokens: int = knob(0, low=0)
-    """Tokens recomputed before one batch; 0: SGLang's prefill budget. Bounds how long the other
-    requests of a batch wait."""
+    """Tokens recomputed before one batch, or compared at a time; 0: SGLang's prefill budget. Bounds
+    how long the other requests of a batch wait."""
     max_gap_tokens: int = knob(2048, low=0, has_flag=False)
     """Tokens between moved chunks that one request may compute in the pass. Chunks after an
     uncached one can only be moved if the uncached one is computed in the same pass."""

@@ -69,6 +69,9 @@ class SequenceAttention:
 class Observer:
     """Reads what a pass computes. Both methods may raise `StopPass`."""
 
+    last_layer: int | None = None
+    """Whose K/V ends the pass, from 0. None: it is not known, or none."""
+
     def on_kv(self, layer_id: int, keys: Tensor, values: Tensor) -> None:
         """Fresh K/V of the whole pass, [total, num_kv_heads, head_dim], before the layer attends
         and, unless the model's rotary kernel has, before anything writes it."""
@@ -162,9 +165,11 @@ class MaskedAttention(PassBackend):
         num_entries = sum(
             (b.end - b.start) * b.num_keys for s in layout.sequences for b in s.blocks if b.masked
         )
+        # For one layer they would be kept in vain: on the CPU at 5% of the time, in page faults.
+        is_for_one = observer is not None and observer.last_layer == 1
         # 2 bytes a number, as nearly all models; float32 takes twice the limit.
         self._masks: dict[tuple[int, int], Tensor] | None = (
-            {} if 2 * num_entries <= MASK_BYTES else None
+            None if is_for_one or 2 * num_entries > MASK_BYTES else {}
         )
 
     def _observe(self, layer: Any, keys: Tensor, values: Tensor) -> None:

@@ -74,9 +74,10 @@ def create_fuser(
     # Without chunked prefill (-1) a batch is bounded by `max_prefill_tokens` alone.
     chunked = args.chunked_prefill_size if (args.chunked_prefill_size or 0) > 0 else None
     prefill_budget = chunked or args.max_prefill_tokens
+    # The memory that SGLang leaves free is for the activations of one budget.
+    config = replace(config, max_pass_tokens=config.max_pass_tokens or prefill_budget)
     limits = Limits(
-        # The memory that SGLang leaves free is for the activations of one budget.
-        max_pass_tokens=config.max_pass_tokens or prefill_budget,
+        max_pass_tokens=config.max_pass_tokens,
         max_gap_tokens=config.max_gap_tokens,
         prefill_tokens=chunked,
         question_window=config.question_window,

@@ -135,7 +135,8 @@ class Chooser:
             for i, each in zip(deviating, named, strict=True)
         ]
         with self._pricing.timed(Phase.DEVIATION, one_call(map(self._deviation_work, probes))):
-            deviations = deviation_evidence(self._runner, probes)
+            max_rows = self._config.max_pass_tokens or None
+            deviations = deviation_evidence(self._runner, probes, max_rows=max_rows)
         for i, deviation in zip(deviating, deviations, strict=True):
             evidence[i] = replace(evidence[i], deviation=deviation)
         return evidence

@@ -3,7 +3,7 @@ before and after.
 
     question    the question over moved KV, up to the last layer that is read
                 -> which tokens it attends to
-    deviation   the promised region, computed again up to the layer compared, piece by piece
+    deviation   the promised region, computed again up to the layer compared
                 -> which tokens' KV is off
     scores      a chunk over its own KV, once per variant
                 -> what the chunk attended to
@@ -17,9 +17,11 @@ All of it stays on the device, where tokens are chosen; scores travel with the c
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -35,10 +37,6 @@ from sglang_chunkcache.fusion.store import ChunkScores
 
 Head = tuple[int, int]
 """(layer, head of it), both from 0."""
-
-PIECE_TOKENS = 2048
-"""Tokens that are compared at a time, beside the gaps: a region may be as long as the context, and
-the memory that SGLang leaves free is for one prefill budget."""
 
 
 @dataclass(frozen=True)
@@ -138,27 +136,43 @@ def question_evidence(
     return list(zip(observer.read, observer.by_layer, strict=True))
 
 
-def deviation_evidence(runner: Any, requests: Sequence[DeviationProbe]) -> list[Tensor]:
+def deviation_evidence(
+    runner: Any, requests: Sequence[DeviationProbe], *, max_rows: int | None = None
+) -> list[Tensor]:
     """How far moved KV is from computed KV, at one layer of each request (CacheBlend, FusionRAG eq.
     7 and 8: the second).
 
-    The candidates and gaps run through the layers before it and its projections, `PIECE_TOKENS`
-    candidates at a time. They attend to fresh KV of their own piece and of gaps, and to the pool's
-    of all else. At the second layer, with all tokens as candidates, that is an ordinary prefill's:
-    in the first layer KV depends on its token alone. Deeper, what is left out of a piece is seen as
-    it was moved.
+    The candidates and gaps run through the layers before it and its projections, those of all
+    requests in one pass. A request's attend to each other's fresh KV, and to the pool's of all
+    else. At the second layer, with all tokens as candidates, that is an ordinary prefill's: in the
+    first layer KV depends on its token alone. Deeper, what is no candidate is seen as it was moved.
 
+    Args:
+        max_rows: of one pass. A request with more is cut: candidates of another piece are then seen
+            as they were moved, too, which tells from the third layer on. What else is in the batch
+            changes nothing. None: as many as there are.
     Returns per request, [end] float32 on the device, no sync: squared difference of K plus that of
     V, summed over heads and dimensions; 0 at positions that were not compared. A depth beyond the
     model's layers is its last.
     Raises:
         ValueError: sequences as in `run_pass`.
     """
-    deviations = [torch.zeros(request.end, device=runner.device) for request in requests]
-    for request, deviation in zip(requests, deviations, strict=True):
-        for run, seen, moved in _pieces(request):
-            _measure_piece(runner, request, run, seen, moved, deviation)
-    return deviations
+    if not requests:
+        return []
+    ends = [request.end for request in requests]
+    # One after the other, so that all requests of a pass are compared at once.
+    slots = torch.cat([request.slots for request in requests])
+    found = torch.zeros(len(slots), device=runner.device)
+    starts = accumulate(ends[:-1], initial=0)
+    pieces = [
+        piece
+        for request, start in zip(requests, starts, strict=True)
+        for piece in _pieces(request, start, max_rows)
+    ]
+    for group in _groups(pieces, max_rows):
+        observer = _DeviationObserver(runner, group, slots, found)
+        run_pass(runner, [piece.sequence() for piece in group], observer=observer)
+    return list(torch.split(found, ends))
 
 
 def score_chunks(runner: Any, chunks: Sequence[ScoreProbe]) -> list[Tensor]:
@@ -253,60 +267,87 @@ class _QuestionObserver(Observer):
             raise StopPass
 
 
-def _pieces(request: DeviationProbe) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Of each piece the positions that run, that it sees of the pool, and that are compared: [n]
-    int64, CPU, ascending."""
+class _Piece(NamedTuple):
+    """What runs at a time of a request, whose position 0 is the batch's number `start`. Positions
+    are [n] int64, CPU, ascending: those that run, that these see of the pool, that are compared."""
+
+    request: DeviationProbe
+    start: int
+    run: Tensor
+    seen: Tensor
+    compared: Tensor
+
+    def sequence(self) -> PassSequence:
+        request = self.request
+        seen_slots = request.slots[upload(self.seen, request.slots.device)]
+        ids = request.token_ids[self.run - request.start]
+        return PassSequence(ids, SparseRequest(self.run, seen_slots, self.seen))
+
+
+def _pieces(request: DeviationProbe, start: int, max_rows: int | None) -> Iterator[_Piece]:
     moved = positions_in(request.chunks)
+    compared = moved if request.candidates is None else request.candidates
+    if not len(compared):
+        return
     is_gap = np.ones(request.end, dtype=np.bool_)
     is_gap[: request.start] = is_gap[moved.numpy()] = False
-    compared = moved if request.candidates is None else request.candidates
-    for piece in torch.split(compared, PIECE_TOKENS) if len(compared) else ():
+    num_gaps = int(is_gap[: compared[-1]].sum())
+    room = len(compared) if max_rows is None else max(1, max_rows - num_gaps)
+    for piece in torch.split(compared, room):
         # Gaps before the piece run with it once more: a pass that writes nothing
         # has left no KV for them.
         is_run = is_gap.copy()
         is_run[piece.numpy()] = True
         # Attention is causal, so what is behind the piece is neither run nor seen.
-        end = request.end if piece[-1] == compared[-1] else int(piece[-1]) + 1
-        run, seen = (np.flatnonzero(part[:end]) for part in (is_run, ~is_run))
-        yield torch.from_numpy(run), torch.from_numpy(seen), piece
+        end = int(piece[-1]) + 1
+        run, seen = (torch.from_numpy(np.flatnonzero(part[:end])) for part in (is_run, ~is_run))
+        yield _Piece(request, start, run, seen, piece)
 
 
-def _measure_piece(
-    runner: Any, request: DeviationProbe, run: Tensor, seen: Tensor, moved: Tensor, found: Tensor
-) -> None:
-    """Put the deviation of the positions `moved`, which are among `run`, into `found`."""
-    seen_slots, moved_slots = (
-        request.slots[upload(part, request.slots.device)] for part in (seen, moved)
-    )
-    rows = upload(torch.searchsorted(run, moved), runner.device)
-    observer = _DeviationObserver(runner, rows, moved_slots, request.depth)
-    sequence = PassSequence(
-        request.token_ids[run - request.start], SparseRequest(run, seen_slots, seen)
-    )
-    run_pass(runner, [sequence], observer=observer)
-    found[upload(moved, runner.device)] = observer.deviation
+def _groups(pieces: Sequence[_Piece], max_rows: int | None) -> Iterator[list[_Piece]]:
+    """Neighbours that run in one pass."""
+    group, num_rows = list[_Piece](), 0
+    for piece in pieces:
+        num_rows += len(piece.run)
+        if group and max_rows is not None and num_rows > max_rows:
+            yield group
+            group, num_rows = [], len(piece.run)
+        group.append(piece)
+    if group:
+        yield group
 
 
 class _DeviationObserver(Observer):
-    """Compares `rows` of the pass with what `slots` hold."""
+    """Compares rows of the pass with what `slots` hold, and puts that into `found`."""
 
-    def __init__(self, runner: Any, rows: Tensor, slots: Tensor, depth: int) -> None:
-        self._pool = runner.token_to_kv_pool
-        self._layer = min(depth, self._pool.layer_num) - 1
-        self._rows, self._slots = rows, slots
-        self.deviation = torch.zeros(len(rows), device=runner.device)
+    def __init__(self, runner: Any, pieces: Sequence[_Piece], slots: Tensor, found: Tensor) -> None:
+        self._pool, self._slots, self._found = runner.token_to_kv_pool, slots, found
+        by_layer, row = defaultdict[int, list[Tensor]](list), 0
+        for piece in pieces:
+            rows = row + torch.searchsorted(piece.run, piece.compared)
+            layer = min(piece.request.depth, self._pool.layer_num) - 1
+            by_layer[layer].append(torch.stack([rows, piece.start + piece.compared]))
+            row += len(piece.run)
+        self._compared = {
+            layer: upload(torch.cat(each, dim=1), runner.device) for layer, each in by_layer.items()
+        }
+        self.last_layer = max(by_layer)
 
     def on_kv(self, layer_id: int, keys: Tensor, values: Tensor) -> None:
-        if layer_id < self._layer:
-            return
-        for fresh, cached in (
-            (keys, self._pool.get_key_buffer(layer_id)),
-            (values, self._pool.get_value_buffer(layer_id)),
-        ):
-            difference = fresh[self._rows].float() - cached[self._slots].float()
-            self.deviation += difference.square().sum((1, 2))
+        if layer_id in self._compared:
+            rows, places = self._compared[layer_id]
+            pool, slots = self._pool, self._slots[places]
+            off_keys, off_values = (
+                (fresh[rows].float() - cached[slots].float()).square().sum((1, 2))
+                for fresh, cached in (
+                    (keys, pool.get_key_buffer(layer_id)),
+                    (values, pool.get_value_buffer(layer_id)),
+                )
+            )
+            self._found[places] = off_keys + off_values
         # The layer's own attention is not needed: its KV is projected from the layer before.
-        raise StopPass
+        if layer_id == self.last_layer:
+            raise StopPass
 
 
 class _ScoreObserver(Observer):

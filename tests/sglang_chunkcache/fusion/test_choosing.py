@@ -139,7 +139,7 @@ def test_choice_equals_that_by_lists(name: str, data: st.DataObject) -> None:
         pairs = zip(told, probes, strict=True)
         return [(e.question, e.question_by_layer if p.in_all_layers else None) for e, p in pairs]  # type: ignore[misc]
 
-    def deviation(_: Any, probes: list[DeviationProbe]) -> list[Tensor]:
+    def deviation(_: Any, probes: list[DeviationProbe], **__: Any) -> list[Tensor]:
         told = [batch[int(probe.slots[0]) // FAR][1].deviation for probe in probes]
         pairs = zip(told, probes, strict=True)
         return [only(e, slice(None) if p.candidates is None else p.candidates) for e, p in pairs]

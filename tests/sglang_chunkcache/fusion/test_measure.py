@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from sglang_chunkcache.attention import masked
@@ -27,6 +29,7 @@ from sglang_chunkcache.fusion.measure import (
 from sglang_chunkcache.fusion.recompute import run_extend, run_pass
 from sglang_chunkcache.fusion.store import ChunkScores
 from tests import models
+from tests.examples import examples
 from tests.kit.tensors import (
     ATOL,
     CHUNKS,
@@ -193,34 +196,109 @@ def test_deviation_evidence_is_the_second_layers_difference(runner: Any) -> None
     assert expected[10:22].min() > 0.1
 
 
-def test_a_long_region_is_measured_in_pieces(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No pass has more tokens than a piece and the gaps, and all but the last compare as many."""
-    move_in(runner)
+@contextmanager
+def passes(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[int]]]:
+    """Tokens of every sequence of every pass meanwhile."""
+    found: list[list[int]] = []
+
+    def spy(runner: Any, sequences: Any, **options: Any) -> Any:
+        found.append([len(sequence.token_ids) for sequence in sequences])
+        return run_pass(runner, sequences, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(measure, "run_pass", spy)
+        yield found
+
+
+def compute_first_layer(runner: Any) -> None:
+    """There KV depends on its token alone."""
     prefill(runner, TOKENS.tolist(), OTHERS)
     pool = runner.token_to_kv_pool
     for buffers in (pool.k_buffer, pool.v_buffer):
-        buffers[0][SLOTS] = buffers[0][OTHERS]  # the first layer's KV depends on its token alone
+        buffers[0][SLOTS] = buffers[0][OTHERS]
+
+
+def written_deviation(runner: Any, probe: DeviationProbe) -> Tensor:
+    """By a pass that writes what one request's evidence leaves unwritten, and is undone."""
+    moved = torch.cat([torch.arange(*chunk) for chunk in probe.chunks])
+    compared = moved if probe.candidates is None else probe.candidates
+    is_run = torch.arange(probe.end) >= probe.start
+    is_run[moved] = False
+    is_run[compared] = True
+    found = torch.zeros(probe.end)
+    if not len(compared):
+        return found
+    run, held = is_run.nonzero().flatten(), kv_of(runner, SLOTS)
+    sequence = SparseRequest(run, SLOTS[: probe.end])
+    run_pass(runner, [PassSequence(TOKENS[run], sequence, out_slots=SLOTS[run])])
+    layer = min(probe.depth, NUM_LAYERS) - 1
+    for old, new in zip(held, kv_of(runner, SLOTS), strict=True):
+        found[compared] += (old[layer, compared] - new[layer, compared]).square().sum((1, 2))
+    put_kv(runner, SLOTS, held)
+    return found
+
+
+@st.composite
+def deviation_probes(draw: st.DrawFn) -> DeviationProbe:
+    """With chunks missing, regions that end early, and any tokens compared; slots are shared."""
+    chunks = tuple(draw(st.lists(st.sampled_from(CHUNKS), min_size=1, unique=True).map(sorted)))
+    start, end = draw(st.integers(1, chunks[0][0])), draw(st.integers(chunks[-1][1], NUM_TOKENS))
+    moved = [position for chunk in chunks for position in range(*chunk)]
+    some = st.sets(st.sampled_from(moved)).map(lambda each: torch.tensor(sorted(each)).long())
+    return DeviationProbe(
+        TOKENS[start:end],
+        SLOTS[:end],
+        chunks,
+        draw(st.integers(1, NUM_LAYERS + 1)),
+        draw(st.none() | some),
+    )
+
+
+@given(st.lists(deviation_probes(), min_size=1, max_size=4), st.integers(1, 120))
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_requests_together_are_as_each_alone(
+    runner: Any, probes: list[DeviationProbe], max_rows: int
+) -> None:
+    """At any depths, cut or not, and as if written; from the third layer on where a request is not
+    cut. No pass has more rows, but for one candidate and the gaps it needs."""
+    move_in(runner)
+    compute_first_layer(runner)
+    expected = [written_deviation(runner, probe) for probe in probes]
+    with pytest.MonkeyPatch.context() as patch, passes(patch) as found:
+        whole = deviation_evidence(runner, probes)
+        compared = [probe.candidates is None or len(probe.candidates) > 0 for probe in probes]
+        assert [*map(len, found)] == [sum(compared)] * any(compared)
+        found.clear()
+        parts = deviation_evidence(runner, probes, max_rows=max_rows)
+        assert all(sum(lens) <= max_rows or len(lens) == 1 for lens in found)
+    for probe, each, whole_of, part in zip(probes, expected, whole, parts, strict=True):
+        torch.testing.assert_close(whole_of, each, rtol=1e-4, atol=1e-5)
+        [alone] = deviation_evidence(runner, [probe], max_rows=max_rows)
+        torch.testing.assert_close(part, alone, rtol=1e-4, atol=1e-5)
+        if probe.depth <= 2 or max_rows >= probe.end:
+            torch.testing.assert_close(part, each, rtol=1e-4, atol=1e-5)
+
+
+def test_a_batch_is_cut_at_the_budget(runner: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests in one pass, else no pass has more tokens; all but a request's last compare as
+    many."""
+    move_in(runner)
+    compute_first_layer(runner)
     spoil(runner, SLOTS[22:27])  # a gap
     probe = deviation_of((CHUNKS[0], CHUNKS[2]))
-    [whole] = deviation_evidence(runner, [probe])
-    lens = []
-
-    def spy(runner: Any, sequences: Any, **options: Any) -> Any:
-        lens.append(sum(len(sequence.token_ids) for sequence in sequences))
-        return run_pass(runner, sequences, **options)
-
-    monkeypatch.setattr(measure, "run_pass", spy)
-    monkeypatch.setattr(measure, "PIECE_TOKENS", 7)
-    with untouched(runner):
-        [pieces] = deviation_evidence(runner, [probe])
-    torch.testing.assert_close(pieces, whole, rtol=1e-4, atol=1e-6)
+    with untouched(runner), passes(monkeypatch) as lens:
+        [whole, _] = deviation_evidence(runner, [probe, probe], max_rows=2 * (12 + 5 + 13))
+        assert lens == [[30, 30]]
+        lens.clear()
+        [cut] = deviation_evidence(runner, [probe], max_rows=7 + 5)
+    torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-6)
     assert whole[PREFIX:22].min() > 0.1
-    assert lens == [7, 7 + 5, 7 + 5, 4 + 5]
-    lens.clear()
+    assert lens == [[7], [7 + 5], [7 + 5], [4 + 5]]
     some = torch.tensor([10, *range(12, 22, 2), *range(28, 40, 2)])
-    [pieces] = deviation_evidence(runner, [replace(probe, candidates=some)])
-    torch.testing.assert_close(pieces[some], whole[some], rtol=1e-4, atol=1e-6)
-    assert (int(pieces.count_nonzero()), lens) == (len(some), [7 + 5, 5 + 5])
+    with passes(monkeypatch) as lens:
+        [cut] = deviation_evidence(runner, [replace(probe, candidates=some)], max_rows=7 + 5)
+    torch.testing.assert_close(cut[some], whole[some], rtol=1e-4, atol=1e-6)
+    assert (int(cut.count_nonzero()), lens) == (len(some), [[7 + 5], [5 + 5]])
 
 
 def test_deviation_at_a_depth_is_that_layers_difference(runner: Any) -> None:
@@ -242,14 +320,7 @@ def test_candidates_alone_are_compared(runner: Any) -> None:
     probe = deviation_of((CHUNKS[0], CHUNKS[2]), depth=3, candidates=chosen)
     with untouched(runner):
         [found] = deviation_evidence(runner, [probe])
-    run = torch.tensor([11, 12, 20, *range(22, 27), 30, 39])
-    held = kv_of(runner, SLOTS)
-    sequence = PassSequence(TOKENS[run], SparseRequest(run, SLOTS[:END]), out_slots=SLOTS[run])
-    run_pass(runner, [sequence])
-    expected = torch.zeros(END)
-    for old, new in zip(held, kv_of(runner, SLOTS), strict=True):
-        expected[chosen] += (old[2, chosen] - new[2, chosen]).square().sum((1, 2))
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found, written_deviation(runner, probe), rtol=1e-4, atol=1e-6)
     assert found.count_nonzero() == len(chosen)
 
 
