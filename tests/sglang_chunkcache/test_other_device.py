@@ -216,6 +216,7 @@ def rig(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
         patch.setattr(relocate_kernel, "_relocate", Kernel(device, module._relocate))
         for name, transfer in transfers(device).items():
             patch.setattr(hosts, name, transfer, raising=False)
+        patch.setenv("SGLANG_EAGER_INPUT_NO_COPY", "1")  # into buffers that are the CPU's
         move_runner(runner)
         yield Rig(device, runner)
     relocate_kernel._addresses.cache_clear()
