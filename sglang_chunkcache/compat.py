@@ -178,7 +178,8 @@ def replayed(runner: Any, backend: Any, batch: Any) -> torch.Tensor | None:
     graphs = runner.prefill_cuda_graph_runner
     if not isinstance(getattr(graphs, "backend", None), BreakableCudaGraphBackend):
         return None
-    if not graphs.can_run_graph(batch):
+    # more sequences than requests may run have no room in what a graph reads
+    if batch.batch_size > graphs.max_bs or not graphs.can_run_graph(batch):
         return None
     num_tokens, before, raised = len(batch.input_ids), runner.attn_backend, None
     runner.attn_backend = backend  # which the replay asks for it

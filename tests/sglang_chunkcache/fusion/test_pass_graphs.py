@@ -163,10 +163,11 @@ def test_evidence_is_read_in_a_graph(
 
 @pytest.mark.parametrize("runner", ["llama"], indirect=True)
 def test_what_no_graph_takes_runs_without(runner: Any, replays: list[int]) -> None:
-    """Fewer rows than half of the smallest graph, more than the largest; SGLang's own extend, whose
-    attention a graph would take from the runner."""
-    for positions in (torch.arange(BUCKETS[0] // 2 - 1), torch.arange(190)):
-        assert run_pass(runner, sequences(runner, positions)) is not None
+    """Fewer rows than half of the smallest graph, more than the largest, in more sequences than
+    requests may run; SGLang's own extend, whose attention a graph would take from the runner."""
+    few, many = torch.arange(BUCKETS[0] // 2 - 1), torch.arange(190)
+    for work in ([few], [many], torch.split(many[: 2 * BUCKETS[1]], 2)):
+        assert run_pass(runner, sequences(runner, *work)) is not None
     run_extend(runner, make_row(runner, row(runner)), TOKENS.tolist())
     assert replays == []
 
