@@ -17,6 +17,7 @@ Outline = Sequence[tuple[str, object]]
 
 _HEAD_BYTES = 600  # a head and its place in the maps, besides ids and outline
 _PART_BYTES = 100  # a name and a hash
+_NOTHING = hash("null")  # as what another endpoint's outline does not even name
 
 
 class Parting(NamedTuple):
@@ -97,7 +98,8 @@ class Heads:
     def _head(self, ids: Sequence[int], outline: Outline) -> _Head:
         # Values are only compared, and tools and system prompts are long: a hash takes 8 bytes.
         parts = tuple(
-            (name, hash(json.dumps(value, sort_keys=True, default=str))) for name, value in outline
+            (name, hash(json.dumps(value or None, sort_keys=True, default=str)))
+            for name, value in outline
         )
         return _Head(array("i", ids[: self.max_tokens]), len(ids) <= self.max_tokens, parts)
 
@@ -117,6 +119,6 @@ def _common_len(first: "array[int]", second: "array[int]") -> int:
 def _first_difference(mine: _Head, other: _Head) -> str | None:
     theirs = dict(other.parts)
     for name, value in mine.parts:
-        if theirs.pop(name, None) != value:
+        if theirs.pop(name, _NOTHING) != value:
             return name
-    return next(iter(theirs), None)
+    return next((name for name, value in theirs.items() if value != _NOTHING), None)

@@ -64,6 +64,11 @@ def test_own_name_and_other_tenants_are_no_other_head() -> None:
         ([("a", None), ("b", 1)], [("a", 1), ("b", 2)], "a"),
         ([("a", 1)], [("a", 1), ("b", 2)], "b"),
         ([("a", 1), ("b", 2)], [("a", 1)], "b"),
+        # of two endpoints: what one has none of the other does not name
+        ([("a", None), ("b", {}), ("c", 1)], [("d", 1)], "c"),
+        ([("a", None), ("b", {})], [("d", 1)], "d"),
+        ([], [("a", None), ("b", {}), ("c", 1)], "c"),
+        ([("a", [])], [], None),
     ],
 )
 def test_field_is_the_first_part_that_differs(
