@@ -4,10 +4,10 @@ answers NaN.
     python -m tests.e2e.poisoned_server --model-path M [our flags] [any SGLang flag]
 
 Slots are poisoned when the pool is made or cleared, and when they become free: at the end of a
-group for frees that SGLang groups; in pages from 0.5.22 on. Slot 0 is poisoned too: it belongs to
-padding, and rows of the request table that were never written point to it. On the CPU a forward
-pass is over when its call returns, so no forward still reads what is freed; on a GPU, where the
-next batch is scheduled beside it, the poison is queued behind it.
+group for frees that SGLang groups; in pages from 0.5.22 on, and behind the copies of page rests.
+Slot 0 is poisoned too: it belongs to padding, and rows of the request table that were never written
+point to it. On the CPU a forward pass is over when its call returns, so no forward still reads what
+is freed; on a GPU, where the next batch is scheduled beside it, the poison is queued behind it.
 
 Loads from host memory come beside forwards and passes, however short they are. What an exact
 request loads is compared, bit by bit, with what was saved; a difference ends the scheduler. On the
@@ -44,6 +44,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang_chunkcache.attention.slot_map import MappedPool, SlotMap, rows_of
 from sglang_chunkcache.cpu.one_copy import OneCopyPool
 from sglang_chunkcache.scheduler.one_copy import OneCopyRadixCache
+from sglang_chunkcache.scheduler.page_rests import PageRests
 
 SABOTAGE_VAR = "POISONED_SERVER_SABOTAGE"
 
@@ -57,6 +58,10 @@ _runners: list[Any] = []
 _pools: list[Any] = []
 _drop, _in_slots = SlotMap._drop, OneCopyRadixCache.in_slots
 _set_kv = OneCopyPool.set_kv_buffer
+_init_rests, _copy_rests = PageRests.__init__, PageRests.copy
+_rests: list[PageRests] = []
+_released: list[torch.Tensor] = []
+"""Slots that are free, and are poisoned once rests are copied."""
 
 
 def _keep_runner(runner: Any, *args: Any, **kwargs: Any) -> None:
@@ -123,8 +128,26 @@ def _poisoning_release(allocator: Any, *page_ids: torch.Tensor) -> None:
     _release_pages(allocator, *page_ids)
     in_page = torch.arange(allocator.page_size, device=allocator.device)
     for each in page_ids:
-        slots = each[:, None] * allocator.page_size + in_page
-        poison(allocator._kvcache, slots.flatten())
+        slots = (each[:, None] * allocator.page_size + in_page).flatten()
+        if any(rests._pending for rests in _rests):
+            _released.append(slots)
+        else:
+            poison(allocator._kvcache, slots)
+
+
+def _keep_rests(rests: PageRests, *args: Any) -> None:
+    _init_rests(rests, *args)
+    _rests.append(rests)
+
+
+def _copying_rests(rests: PageRests) -> None:
+    """What was freed since a source was found may be that source."""
+    copied = [slots for *_, slots in rests._pending]
+    _copy_rests(rests)
+    if _released:
+        freed = torch.cat(_released)
+        _released.clear()
+        poison(rests._pool, freed[~torch.isin(freed, torch.cat(copied))])
 
 
 def install() -> None:
@@ -137,6 +160,8 @@ def install() -> None:
     PagedTokenToKVPoolAllocator.clear = _poisoning_clear_pages
     if _release_pages is not None:
         PagedTokenToKVPoolAllocator._release_page_ids = _poisoning_release
+        PageRests.__init__ = _keep_rests  # type: ignore[method-assign, assignment]
+        PageRests.copy = _copying_rests  # type: ignore[method-assign, assignment]
 
 
 def _install_sabotage(switch: Path) -> None:
