@@ -265,8 +265,9 @@ def write_adapter(path: Path, model: Path, *, rank: int = 4) -> None:
 
     config = json.loads((model / "config.json").read_text())
     hidden, num_layers = config["hidden_size"], config["num_hidden_layers"]
-    head_dim = hidden // config["num_attention_heads"]
-    widths = {"q_proj": hidden, "v_proj": head_dim * config["num_key_value_heads"]}
+    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
+    heads = {"q_proj": config["num_attention_heads"], "v_proj": config["num_key_value_heads"]}
+    widths = {name: head_dim * num_heads for name, num_heads in heads.items()}
     torch.manual_seed(0)
     weights = {}
     for layer, (name, width) in itertools.product(range(num_layers), widths.items()):

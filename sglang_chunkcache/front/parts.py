@@ -110,7 +110,8 @@ class Parts:
         args, labels = self.manager.server_args, None
         if args.enable_metrics:
             labels = frozenset(args.tokenizer_metrics_allowed_custom_labels or ())
-        return Limits(self.manager.model_config.vocab_size, labels)
+        has_adapters = bool(args.enable_lora or args.lora_paths)
+        return Limits(self.manager.model_config.vocab_size, labels, has_adapters)
 
     @cached_property
     def sampling(self) -> SamplingCheck:

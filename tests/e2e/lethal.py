@@ -18,6 +18,8 @@ class Lethal(NamedTuple):
     """Good requests, with their endpoints, that must have run."""
     is_unchecked: bool = False
     """It goes to an endpoint that checks no types: from 0.5.22 on `/generate` does."""
+    has_adapters: bool = False
+    """It ends a server that has the adapter `a`."""
 
     def sent(self, *, stream: bool | None = None) -> tuple[str, dict[str, Any]]:
         """Endpoint and what is posted to it."""
@@ -137,6 +139,7 @@ LETHAL = [
     in_session("session offset a string", rid="r", offset="x"),
     in_session("session replaced whole", replace=True),
     request("lora_id a list", lora_id=["x"]),
+    request("lora_path a list", lora_path=["a"])._replace(has_adapters=True),
     request("positional_embed_overrides", positional_embed_overrides=[]),
     request("custom_labels unknown", custom_labels={"x": "y"}),
     Lethal(

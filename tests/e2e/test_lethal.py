@@ -20,7 +20,9 @@ import pytest
 
 from eval.http import get, post
 from eval.server import Server
+from sglang_chunkcache.bundled_model import model_dir
 from sglang_chunkcache.front.guard.lethal import REQUEST_RULES, SAMPLING_RULES
+from tests import models
 from tests.e2e.asking import CHAT, GENERATE, metrics_of, send, stats_of, user
 from tests.e2e.conftest import STRICT
 from tests.e2e.lethal import LETHAL, TEXT, Lethal
@@ -39,8 +41,15 @@ def test_stock_server_ends(case: Lethal, tmp_path: Path) -> None:
     rules = [*REQUEST_RULES.values(), *SAMPLING_RULES.values()]
     named = next(rule.versions for rule in rules if rule.field == case.field)
     flags = ["--stock", "--model-path", "bundled", "--enable-metrics"]
+    if case.has_adapters:
+        models.write_adapter(tmp_path / "a", model_dir())
+        flags += ["--lora-paths", f"a={tmp_path / 'a'}", "--lora-backend", "torch_native"]
     env = {"OMP_NUM_THREADS": STRICT["OMP_NUM_THREADS"]}
-    with Server(flags, log=tmp_path / "stock.log", env=env) as server:
+    launcher = (
+        "-m",
+        "tests.e2e.cpu_server" if case.has_adapters else "sglang_chunkcache.launch_server",
+    )
+    with Server(flags, log=tmp_path / "stock.log", env=env, launcher=launcher) as server:
         for path, body in (("/generate", GOOD), *case.before):
             assert send(server.url + path, body)[0] == 200
         if case.overlapped:

@@ -42,6 +42,8 @@ class Limits:
     labels: frozenset[str] | None
     """Names that `custom_labels` may have: one of SGLang's flags lists them.
     None: there are no metrics, any name will do."""
+    has_adapters: bool = False
+    """Requests may name LoRA adapters."""
 
 
 IsLethal = Callable[[Any, Mapping[str, Any], Limits], bool]
@@ -212,6 +214,12 @@ def _is_for_another_prompt(value: Any, fields: Mapping[str, Any], limits: Limits
     return isinstance(value, list) and _is_single(fields)
 
 
+def _has_several_answers(fields: Mapping[str, Any]) -> bool:
+    """Then SGLang makes a batch of one prompt."""
+    params = fields["sampling_params"]
+    return isinstance(params, dict) and params.get("n") not in (None, 1)
+
+
 def _is(*kinds: type) -> IsLethal:
     return lambda value, *_: isinstance(value, kinds)
 
@@ -280,9 +288,21 @@ REQUEST_RULES = _rules(
     ),
     Rule(
         "lora_id",
+        "be left out, `lora_path` names an adapter",
+        "it is added to `extra_key`, and with adapters it looks for one of this id",
+        lambda value, fields, limits: (
+            limits.has_adapters or _is_for_another_prompt(value, fields, limits)
+        ),
+    ),
+    Rule(
+        "lora_path",
         "be a string for one prompt",
-        "it is added to `extra_key`",
-        _is_for_another_prompt,
+        "with adapters it is a list of ids, and is added to `extra_key`",
+        lambda value, fields, limits: (
+            bool(value)
+            and _is_for_another_prompt(value, fields, limits)
+            and not _has_several_answers(fields)
+        ),
     ),
     Rule(
         "positional_embed_overrides",

@@ -96,6 +96,10 @@ HARMLESS: list[dict[str, Any]] = [
     {"session_params": {"id": 5, "rid": None, "replace": False}},
     {"lora_id": "x"},
     {**TWO, "lora_id": ["x", None]},
+    {"lora_path": "a"},
+    {"lora_path": []},
+    {"lora_path": ["a"], "sampling_params": {"n": 2}},
+    {**TWO, "lora_path": ["a", None]},
     {"custom_labels": {}},
     {"positional_embed_overrides": PositionalEmbeds(embeds=[torch.zeros(2)], positions=[0])},
     {**TWO, "positional_embed_overrides": [None, None]},
@@ -122,6 +126,16 @@ def test_labels_of_the_server_pass() -> None:
     assert refused("team", custom_labels={"team": "a", "x": "b"}).startswith("custom_labels: must ")
     without_metrics = Guard(lambda: Limits(VOCAB, None), lambda: Metrics(prometheus=False))
     assert without_metrics.refusal(GenerateReqInput(text="a", custom_labels={"x": "b"})) is None
+
+
+def test_no_id_of_an_adapter_passes() -> None:
+    """With adapters the scheduler looks for one of this id, and ends where there is none."""
+    limits = Limits(VOCAB, None, has_adapters=True)
+    looks = Guard(lambda: limits, lambda: Metrics(prometheus=False))
+    for fields in ({"lora_id": "x"}, {**TWO, "lora_id": ["x", None]}):
+        error = looks.refusal(GenerateReqInput(**{"text": "hi", **fields}))
+        assert str(error).startswith("lora_id: must be left out")
+    assert looks.refusal(GenerateReqInput(text="hi", lora_path="a")) is None
 
 
 def test_one_bad_item_of_a_batch_is_enough() -> None:
