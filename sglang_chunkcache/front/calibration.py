@@ -19,7 +19,7 @@ async def calibrate(parts: Parts, body: CalibrateIn) -> dict[str, Any]:
     """Per rank what was found. Nothing else runs meanwhile.
 
     Raises:
-        RequestError: a rank refuses, with the reason.
+        ChunkCacheError: as `Engine.calibrate`.
     """
     examples = body.examples or [
         CalibrationExample.model_validate_json(line)

@@ -232,11 +232,17 @@ class Engine:
 
         Raises:
             RequestError: one refuses.
+            BusyError: too many requests run at one.
+            ChunkCacheError: one has failed.
         """
         states = await self._ask(Asked(calibrate=prompts))
         for state in states:
             if state.refusal:
-                raise RequestError(f"examples: {state.refusal}")
+                status, why = state.refusal
+                if status == RequestError.status:
+                    raise RequestError(f"examples: {why}")
+                kind = BusyError if status == BusyError.status else ChunkCacheError
+                raise kind(f"calibrate: {why}")
         return [{"dp_rank": state.dp_rank, **state.counts["calibration"]} for state in states]
 
     # Private, in order of use
@@ -296,10 +302,14 @@ class Engine:
                 raise failure
 
     def _unsent(self, planned: Planned) -> ExplainRequest:
-        identity = planned.draft.identity
+        identity, extra_key = planned.draft.identity, planned.draft.identity.extra_key
+        if identity.lora is not None:  # as SGLang names an adapter's KV
+            if identity.lora not in self._manager.lora_ref_cache:
+                raise RequestError(f"lora_path: no adapter is named {identity.lora!r}")
+            extra_key = (extra_key or "") + self._manager.lora_ref_cache[identity.lora].lora_id
         spans = self._bookkeeper.spans_of(planned, is_counted=False)
         return ExplainRequest(
-            planned.input_ids, spans, identity.extra_key, identity.cache_salt, planned.rank
+            planned.input_ids, spans, extra_key, identity.cache_salt, planned.rank
         )
 
     async def _ask(self, asked: Asked) -> list[RankState]:

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from radix_ext.fusion_request import BY_CONTEXT, MAX_AUTO
+from sglang_chunkcache.errors import BusyError
 from sglang_chunkcache.fusion.calibration import Calibration, Step, file_of, load, save
 from sglang_chunkcache.fusion.calibration_places import (
     MAX_ANSWER,
@@ -71,9 +72,12 @@ class Calibrator:
         Raises:
             ValueError: no prompt, one longer than the context, or more than `room` slots; with the
                 figures.
+            BusyError: requests that run have too many rows.
         """
         if not prompts:
             raise ValueError("calibration needs prompts")
+        if (num_free := self._means.params.req_to_token_pool.available_size()) < NUM_ROWS:
+            raise BusyError(f"{NUM_ROWS} free request rows are needed, and {num_free} are free")
         longest = max(prompt.num_tokens for prompt in prompts) + MAX_ANSWER
         needed = NUM_ROWS * longest + NUM_PLACES * sum(prompt.num_tokens for prompt in prompts)
         if longest > self._means.runner.model_config.context_len or needed > room:

@@ -238,8 +238,8 @@ class Fuser:
         scored is scored anew when it is stored again, since heads may be others.
 
         Raises:
-            ValueError: as `Calibrator.num_slots`, or weights that are not those of the cache.
-            RuntimeError: too few request rows.
+            ValueError, BusyError: as `Calibrator.num_slots`, or weights that are not those of the
+                cache.
         """
         if self.calibrator is None:
             raise ValueError("nothing to calibrate with")

@@ -12,6 +12,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sglang_chunkcache import compat
+from sglang_chunkcache.errors import BusyError, ChunkCacheError, RequestError
 from sglang_chunkcache.scheduler.chunk_cache import ChunkRadixCache
 from sglang_chunkcache.scheduler.node import state
 from sglang_chunkcache.wire.report import Explanation, Fallback
@@ -38,10 +39,13 @@ def rank_state(
     if asked.calibrate is not None and fuser is not None:
         try:
             fuser.calibrate(asked.calibrate)
+        except BusyError as error:
+            refusal = error.status, str(error)
         except Exception as error:  # the server serves without
             unexpected = not isinstance(error, ValueError)
             logger.warning("chunk cache: not calibrated: %s", error, exc_info=unexpected)
-            refusal = f"{type(error).__name__}: {error}"
+            status = ChunkCacheError.status if unexpected else RequestError.status
+            refusal = status, f"{type(error).__name__}: {error}"
     reading = next((each for each in asked.read if each.dp_rank == dp_rank), None)
     if reading is not None:
         cache.log.acknowledge(reading.ack)

@@ -78,8 +78,8 @@ class RankState(Record, frozen=True):
     """The answers to those of `explain` that this rank was to answer, in their order."""
     cleared: Cleared | None = None
     """The answer to `clear_store`."""
-    refusal: str | None = None
-    """Why `calibrate` was not done. Its figures are among the counts."""
+    refusal: tuple[int, str] | None = None
+    """HTTP's status, and why `calibrate` was not done. Its figures are among the counts."""
     num_waiting: int = 0
     """Requests whose prefill has not begun or not ended, of those that were sent before this was
     asked."""

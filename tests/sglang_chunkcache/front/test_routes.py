@@ -259,6 +259,43 @@ def test_explain_asks_the_rank_and_runs_nothing(call: Any) -> None:
     assert bench.bookkeeper.stats() == before
 
 
+def test_explain_looks_where_sglang_keeps_an_adapters_kv(call: Any) -> None:
+    _, manager, send = call()
+    manager.states = [state_of(0, Explanation(0, 0, 27))]
+    manager.lora_ref_cache = {"a": SimpleNamespace(lora_id="-id")}
+    body = {"messages": MESSAGES, "chunks": CHUNKS}
+    for more in ({"lora_path": "a"}, {"lora_path": "a", "extra_key": "k"}):
+        assert send(explain, {**body, **more})[0] == 200
+    assert [asked.extra_key for asked in manager.sent] == ["-id", "k-id"]
+    status, answer = send(explain, {**body, "lora_path": "no such"})
+    assert (status, answer["param"], len(manager.sent)) == (400, "lora_path", 2)
+
+
+# Calibrate
+
+
+@pytest.mark.parametrize(
+    ("refusal", "status", "message"),
+    [
+        ((400, "ValueError: too long"), 400, "examples: ValueError: too long"),
+        ((503, "too many run"), 503, "calibrate: too many run"),
+        ((500, "RuntimeError: out of memory"), 500, "calibrate: RuntimeError: out of memory"),
+    ],
+)
+def test_what_calibrating_lacks_is_told(
+    call: Any, monkeypatch: pytest.MonkeyPatch, refusal: tuple[int, str], status: int, message: str
+) -> None:
+    """Only what is wrong with them is an error of the examples."""
+    _, manager, _ = call()
+    engine = Engine(manager, call()[0].bookkeeper)
+    manager.states = [state_of(0), state_of(1)]
+    refused_by = decode(manager.states[1]["chunkcache"], RankState)
+    manager.states[1]["chunkcache"] = encode(structs.replace(refused_by, refusal=refusal))
+    with pytest.raises(ChunkCacheError, match=message) as raised:
+        asyncio.run(engine.calibrate([]))
+    assert raised.value.status == status
+
+
 # Prefetch
 
 STORED = {"storage_backend": "file", "reuse": "fused"}

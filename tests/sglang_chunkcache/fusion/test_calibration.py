@@ -19,10 +19,12 @@ from eval.world.canned import prompts
 from radix_ext import FusionRequest
 from radix_ext.fusion_request import MAX_AUTO
 from sglang_chunkcache.bundled_model import model_dir
+from sglang_chunkcache.errors import BusyError
 from sglang_chunkcache.front.calibration import CANNED
 from sglang_chunkcache.front.prompt import PromptAssembler
 from sglang_chunkcache.fusion import calibration
 from sglang_chunkcache.fusion.calibration import Calibration, Step
+from sglang_chunkcache.fusion.calibration_places import NUM_ROWS
 from sglang_chunkcache.fusion.calibration_trial import Calibrator, calibrate
 from sglang_chunkcache.fusion.trial_rows import Means
 from sglang_chunkcache.wire.state import CalibrationPrompt
@@ -147,6 +149,11 @@ def test_prompts_that_cannot_be_measured_on_are_refused_with_the_figures(trial_o
     taken = allocator.alloc(2048 - needed)
     calibrator.measure([prompt], None)
     allocator.free(taken)
+    rows = means.runner.req_to_token_pool
+    taken_rows = rows.alloc_rows(rows.available_size() - NUM_ROWS + 1)
+    with pytest.raises(BusyError, match="3 free request rows are needed, and 2 are free"):
+        calibrator.num_slots([prompt], needed)
+    rows.free_slots.extend(taken_rows)
 
 
 def test_calibration_is_kept_for_a_model_and_its_weights(
