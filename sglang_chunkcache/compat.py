@@ -159,13 +159,12 @@ def create_host_pool(device_pool: Any, num_bytes: int, *, pin_memory: bool, labe
     return MHATokenToKVPoolHost(of, 0.0, num_bytes / 1e9, 1, "layer_first", **how)
 
 
-def bound(runner: Any, batch: Any) -> Any:
-    """The batch. From 0.5.23 on it says how the runner's pool names its slots: some attention
-    backends, and graphs, ask it."""
+def bind_slots(runner: Any, batch: Any) -> None:
+    """From 0.5.23 on a batch says how the runner's pool names its slots: some attention backends of
+    SGLang's, and its graphs, ask it."""
     bind = getattr(runner.kv_index_translator, "bind_own_plan", None)
     if bind is not None:
         bind(batch)
-    return batch
 
 
 def replayed(runner: Any, backend: Any, batch: Any) -> torch.Tensor | None:
@@ -188,6 +187,7 @@ def replayed(runner: Any, backend: Any, batch: Any) -> torch.Tensor | None:
             if hasattr(graphs, "model_context"):  # from 0.5.23 on, whose batch comes with more
                 contexts.enter_context(graphs.model_context())
             contexts.enter_context(graphs.backend.replay_session())
+            bind_slots(runner, batch)
             loaded = graphs.load_batch(batch)
             padded = loaded[0] if isinstance(loaded, tuple) else loaded
             rows = len(padded.input_ids)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from sglang_chunkcache.attention.base import SparseRequest
 from sglang_chunkcache.attention.flashinfer import FlashInferSparse
+from sglang_chunkcache.attention.sparse_layout import SparseLayout
 
 
 class KernelPerPass:
@@ -36,11 +37,9 @@ class KernelPerPass:
         # A plan that raises an error leaves nothing that `run` could take for this pass.
         self._planned = None
         layouts = {name: kernel.lay_out(requests) for name, kernel in self.kernels.items()}
-        ms = {
-            name: self._ms_per_key[name] * self.kernels[name].busiest_keys(layout)
-            for name, layout in layouts.items()
-        }
-        fastest = min(ms, key=ms.__getitem__)
+        fastest = next(iter(layouts))
+        if len(layouts) > 1:
+            fastest = min(layouts, key=lambda name: self._estimated_ms(name, layouts[name]))
         order = self.kernels[fastest].plan(requests, layouts[fastest])
         self._planned = self.kernels[fastest]
         self.passes[fastest] += 1
@@ -51,3 +50,6 @@ class KernelPerPass:
         if self._planned is None:
             raise RuntimeError("plan comes before run")
         return self._planned.run(queries, keys, values)
+
+    def _estimated_ms(self, name: str, layout: SparseLayout) -> float:
+        return self._ms_per_key[name] * self.kernels[name].busiest_keys(layout)

@@ -35,7 +35,7 @@ from sglang_chunkcache.attention.masked import (
 )
 from sglang_chunkcache.attention.masked_layout import plan
 from sglang_chunkcache.attention.upload import upload
-from sglang_chunkcache.compat import bound, replayed
+from sglang_chunkcache.compat import bind_slots, replayed
 
 PADDING_SLOT = 0
 """SGLang's pool keeps slot 0 for padding; no attention reads it."""
@@ -152,8 +152,9 @@ def run_forward(runner: Any, row: int, token_ids: Sequence[int], start: int, end
 def _extend_batch(
     runner: Any, row: int, token_ids: Sequence[int], start: int, end: int | None
 ) -> Any:
+    """For SGLang's attention, not ours."""
     end = len(token_ids) if end is None else end
-    return _forward_batch(
+    batch = _forward_batch(
         runner,
         token_ids=upload(torch.tensor(list(token_ids[start:end])), runner.device),
         positions=torch.arange(start, end, device=runner.device),
@@ -163,6 +164,8 @@ def _extend_batch(
         prefix_lens=[start],
         extend_lens=[end - start],
     )
+    bind_slots(runner, batch)
+    return batch
 
 
 def _run_sparse(
@@ -262,7 +265,7 @@ def _forward_batch(
 
     seq_lens = list(map(sum, zip(prefix_lens, extend_lens, strict=True)))
     starts = list(accumulate(extend_lens[:-1], initial=0))
-    batch = ForwardBatch(
+    return ForwardBatch(
         forward_mode=ForwardMode.EXTEND,
         batch_size=len(rows),
         input_ids=token_ids,
@@ -284,4 +287,3 @@ def _forward_batch(
         capture_hidden_mode=CaptureHiddenMode.NULL,
         is_prefill_only=True,
     )
-    return bound(runner, batch)

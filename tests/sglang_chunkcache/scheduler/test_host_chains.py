@@ -448,9 +448,7 @@ def test_layers_are_copied_ahead_as_far_as_the_prefill_is_too_short(
     host.pool.is_layered = is_layered
     # 3 s, and 1.5 s of computing
     scheduler.price(Line(each=0.5), Line(each=1.0))
-    batch = SimpleNamespace(
-        forward_mode=mode, reqs=[], prefix_lens=[prefix_len], extend_lens=[1.5]
-    )
+    batch = SimpleNamespace(forward_mode=mode, reqs=[], prefix_lens=[prefix_len], extend_lens=[1.5])
     host.load_back.before(batch)
     assert host.pool.num_ahead == host.stats()["layers_ahead"] == expected
 
