@@ -397,6 +397,8 @@ class ChunkCacheConfig(
     secret: str = field(default="", metadata={"has_flag": False})
     """Marks the front's own requests in `custom_params`;
     drawn at the start, so no client can forge it."""
+    is_paired: bool = field(default=False, metadata={"has_flag": False})
+    """Another server makes the same prompts: one prefills, one decodes (tree_choice.py)."""
 
     def __post_init__(self) -> None:
         for f in dataclasses.fields(self):

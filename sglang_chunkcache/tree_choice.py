@@ -80,5 +80,5 @@ def decided(config: ChunkCacheConfig, found: list[str]) -> ChunkCacheConfig:
         raise ValueError(f"{', '.join(needing)} needs {flag_name('tree')} chunk, {why}")
     if "--disaggregation-mode" in found:
         # prefill and decode servers make the prompt each for itself, and must make the same
-        config = dataclasses.replace(config, order="retriever")
+        config = dataclasses.replace(config, order="retriever", is_paired=True)
     return dataclasses.replace(config, tree="stock")

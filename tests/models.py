@@ -67,7 +67,8 @@ def write_model(
 ) -> None:
     """A random model as files. Weights are large enough that attention is far from uniform. Further
     families, for servers: `gemma3` (every other layer sees 64 tokens), `mellum` (so, too, with a KV
-    pool of its own for those layers), `qwen3_moe`, `deepseek_v2` (MLA).
+    pool of its own for those layers), `qwen3_moe`, `deepseek_v2` (MLA), `lfm2`
+    (every other layer is a convolution).
 
     Args:
         head_dim: None: 16, or 32 where heads are wider than hidden / heads.
@@ -102,6 +103,7 @@ def write_model(
     }
     types = [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
     windows = {"sliding_window": 64, "layer_types": types, "head_dim": 16}
+    convolved = [layer.replace("sliding_attention", "conv") for layer in types]
     experts = {"num_experts": 4, "moe_intermediate_size": 32, **few}
     makers: dict[str, tuple[str, dict[str, Any]]] = {
         "llama": ("Llama", {}),
@@ -115,6 +117,7 @@ def write_model(
         "mellum": ("Mellum", {**windows, **experts}),
         "deepseek_v2": ("DeepseekV2", mla),
         "qwen3_moe": ("Qwen3Moe", {**experts, **wide}),
+        "lfm2": ("Lfm2", {"layer_types": convolved, "block_auto_adjust_ff_dim": False}),
     }
     name, extra = makers[family]
     config = getattr(transformers, f"{name}Config")(**{**sizes, **extra}, dtype=dtype)

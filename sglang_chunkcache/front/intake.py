@@ -23,6 +23,7 @@ from sglang_chunkcache.front.bodies import (
     RagFields,
     RetrieveBody,
     RetrieveIn,
+    ReuseFields,
 )
 from sglang_chunkcache.front.conversation import claimed_history
 from sglang_chunkcache.front.misplaced import field_with_chunks
@@ -135,6 +136,7 @@ class Intake:
         adapter = request.model.partition(":")[2].strip() or request.lora_path
         identity = _identity(raw_request, request, str(adapter) if adapter else None)
         fusion = fields.fusion_request(self._config)
+        self._check_pair(fields, "conversation_id", "retrieve")
         prefill = ""
         if request.continue_final_message:
             messages, prefill = begun_answer(messages)
@@ -217,6 +219,7 @@ class Intake:
         for i in _taken_chunks(raw):
             raise RequestError(f"messages.{i}.chunks: this endpoint has parts, not messages")
         body = parse(GenerateIn, raw)
+        self._check_pair(body)
         parts = [
             part if isinstance(part, str) else self._passages(part.chunks) for part in body.parts
         ]
@@ -275,6 +278,19 @@ class Intake:
         return await self._plan(raw_request, draft, (messages, neighbors, chunk))
 
     # Private, in order of use
+
+    def _check_pair(self, fields: ReuseFields, *others: str) -> None:
+        """Raise RequestError for what depends on a server's past: a prefill and a decode server
+        make the prompt each for itself, and the second reads the KV of the first's."""
+        if not self._config.is_paired:
+            return
+        asked = [name for name in others if getattr(fields, name) is not None]
+        asked += ["order"] if fields.order not in (None, "retriever") else []
+        if asked:
+            raise RequestError(
+                f"{asked[0]}: not with --disaggregation-mode, whose two servers must make the same"
+                " prompt"
+            )
 
     def _check_counts(self, body: dict[str, Any]) -> None:
         """Before SGLang's model of the request is built, which takes long for many parts."""

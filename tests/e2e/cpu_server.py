@@ -1,4 +1,5 @@
-"""A server without a GPU on which runs what SGLang has for GPUs alone: adapters and HiCache.
+"""A server without a GPU on which runs what SGLang has for GPUs alone: adapters, HiCache
+and prefill and decode servers.
 
 python -m tests.e2e.cpu_server FLAGS
 """
@@ -9,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from functools import wraps
 from importlib.util import find_spec
+from inspect import signature
 from typing import Any
 
 import torch
@@ -25,6 +27,8 @@ def install() -> None:
     _pin_nothing()
     if find_spec(HOST_POOLS):  # in newer releases
         _copy_to_host_memory()
+    if find_spec("nixl"):
+        _send_from_host_memory()
 
 
 def _pin_nothing() -> None:
@@ -60,6 +64,25 @@ def _copy_to_host_memory() -> None:
     ]
     for module, name, value in patches:
         setattr(module, name, value)
+
+
+def _send_from_host_memory() -> None:
+    """SGLang tells NIXL that the pool is a GPU's."""
+    from nixl._api import nixl_agent
+
+    def on_host(method: Any) -> Any:
+        told = signature(method)
+
+        @wraps(method)
+        def called(*args: Any, **kwargs: Any) -> Any:
+            given = told.bind(*args, **kwargs)
+            given.arguments["mem_type"] = "DRAM"
+            return method(*given.args, **given.kwargs)
+
+        return called
+
+    for name in ("register_memory", "get_xfer_descs", "prep_xfer_dlist"):
+        setattr(nixl_agent, name, on_host(getattr(nixl_agent, name)))
 
 
 if __name__ in ("__main__", "__mp_main__"):

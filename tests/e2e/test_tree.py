@@ -8,6 +8,7 @@ import json
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -62,6 +63,7 @@ PAGED = ["--page-size", str(PAGE)]
 LARGE_POOL = ["--max-total-tokens", "8192"]
 POOL = ["--max-total-tokens", "2400", "--chunked-prefill-size", "32", "--max-running-requests", "8"]
 ON_CPU = ("-m", "tests.e2e.cpu_server")
+INTERPRETED = ("-m", "tests.e2e.interpreted_server")
 _numbers = count()
 
 
@@ -330,6 +332,29 @@ def test_random_model(
 
 
 @pytest.mark.nightly
+def test_hybrid_model(model_of: Any, tmp_path: Path, tolerances: dict[str, float]) -> None:
+    """SGLang keeps a convolution's state at a request's end alone: a conversation goes on from
+    there, and two prompts that begin alike share next to nothing."""
+    flags = ["--model-path", str(model_of("lfm2")), "--dtype", "float32", *LARGE_POOL]
+    env = {**STRICT, "SGLANG_MAMBA_CONV_DTYPE": "float32"}
+    body = {**LOGPROBS, "conversation_id": "a", "ignore_eos": True}
+    passages = World(77, 20).passages
+    with Server(flags, log=tmp_path / "log", env=env, launcher=INTERPRETED) as server:
+        assert is_stock(server)
+        first = ask(server, passages[:3], QUESTION, **body)
+        said = [user(QUESTION), assistant(text_of(first)), user("Why?")]
+        goes_on = chat(server, said, chunks_of(passages[1:4]), **body)
+        replies = [first, goes_on]
+        reference = [
+            run_stock(server.url, prompt_ids(each), 24, cache_salt=fresh()) for each in replies
+        ]
+    assert exact_of(goes_on) >= first["usage"]["prompt_tokens"]
+    assert differences(reference, answers_of(replies)) == []
+    worst = max(map(logprob_difference, reference, answers_of(replies)))
+    assert worst < tolerances["float32"]
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("tree", ["chunk", "stock"])
 def test_adapters_share_nothing(
     tree: str, model_of: Any, tmp_path: Path, tolerances: dict[str, float]
@@ -381,6 +406,31 @@ def test_hicache_keeps_what_leaves_the_device(tmp_path: Path) -> None:
     assert text_of(back) == text_of(first)
     assert logprobs_of(back) == pytest.approx(logprobs_of(first), abs=1e-5)
     assert other["chunkcache"]["fates"]["exact"] == 0
+
+
+@pytest.mark.nightly
+def test_speculation_changes_no_answer(rag_server: Server, tmp_path: Path) -> None:
+    """Tokens guessed from n-grams: what is rejected is in no tree, and the front knows what is."""
+    if not find_spec("sglang.srt.speculative.draft_parallel"):
+        pytest.skip("before 0.5.23 it guesses on GPUs alone")
+    flags = ["--model-path", "bundled", *LARGE_POOL, "--speculative-algorithm", "NGRAM"]
+    # a kernel in the interpreter is slow: few guesses
+    flags += ["--speculative-num-draft-tokens", "4", "--max-running-requests", "8"]
+    with Server(flags, log=tmp_path / "log", env=STRICT, launcher=INTERPRETED) as server:
+        assert is_stock(server)
+        requests = world_requests(12, seed=8)
+        replies = run(server, requests + requests[:3])
+        told = post(server.url + EXPLAIN, rag_body(requests[0], 12))
+    metas = [reply["choices"][0]["meta_info"] for reply in replies]
+    assert sum(meta["spec_verify_ct"] for meta in metas) < sum(map(num_answered, metas))
+    ids = [prompt_ids(reply) for reply in replies]
+    reference = [run_stock(rag_server.url, each, 12, cache_salt=fresh()) for each in ids]
+    assert differences(reference, answers_of(replies)) == []
+    assert told["exact"] == exact_of(replies[-3]) > PAGE, "as the front was told"
+
+
+def num_answered(meta: dict[str, Any]) -> int:
+    return len(meta["output_token_logprobs"]) - 1
 
 
 @pytest.mark.nightly

@@ -145,8 +145,10 @@ def test_tree_is_ours_where_it_can_be(tree: str, found: list[str], chosen: str) 
 def test_servers_that_share_a_prompt_order_alike() -> None:
     """Each of a disaggregated pair makes the prompt for itself, by a tree of its own."""
     asked = ChunkCacheConfig(order="tree")
-    assert decided(asked, ["--disaggregation-mode"]).order == "retriever"
-    assert decided(asked, ["--enable-lmcache"]).order == "tree"
+    made = decided(asked, ["--disaggregation-mode"])
+    assert (made.order, made.is_paired) == ("retriever", True)
+    made = decided(asked, ["--enable-lmcache"])
+    assert (made.order, made.is_paired) == ("tree", False)
 
 
 @pytest.mark.parametrize(
