@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang_chunkcache.attention.base import HeadShape, SparseAttention, SparseRequest
+from sglang_chunkcache.attention.base import HeadShape, SparseRequest
 from sglang_chunkcache.attention.flashinfer import KERNELS, FlashInferSparse
 from sglang_chunkcache.attention.flashinfer_cuda import unsupported
 from sglang_chunkcache.attention.per_pass import KernelPerPass
@@ -59,7 +59,7 @@ class _Pass:
     values: Tensor
 
 
-def create(runner: Any, option: str) -> tuple[SparseAttention | None, dict[str, Any]]:
+def create(runner: Any, option: str) -> tuple[KernelPerPass | None, dict[str, Any]]:
     """The attention of the recompute pass, chosen once for a loaded model.
 
     Args:
@@ -144,7 +144,7 @@ def choose(
     return Choice(KernelPerPass(right, ms_per_key) if right else None, ms, failed)
 
 
-def _right(runner: Any) -> tuple[SparseAttention | None, dict[str, Any]]:
+def _right(runner: Any) -> tuple[KernelPerPass | None, dict[str, Any]]:
     """`create` for auto, errors included."""
     shape, scale, reason = _shape_of(runner)
     device = torch.device(runner.device)

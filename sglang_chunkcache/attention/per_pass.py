@@ -7,7 +7,7 @@ Large blocks are fast, but in a small pass they are padded and fewer than multip
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -31,6 +31,10 @@ class KernelPerPass:
         self.passes = dict.fromkeys(kernels, 0)
         """Kernel -> passes planned for it."""
         self._planned: FlashInferSparse | None = None
+
+    def only(self, names: Iterable[str]) -> KernelPerPass:
+        """Of these kernels."""
+        return KernelPerPass({name: self.kernels[name] for name in names}, self._ms_per_key)
 
     def plan(self, requests: Sequence[SparseRequest]) -> Tensor | None:
         """Lay out the pass for each kernel, upload the fastest; see `SparseAttention.plan`."""

@@ -184,42 +184,41 @@ class GateFigures:
 
 def gated_attention(
     means: Means, option: str
-) -> tuple[SparseAttention | None, dict[str, Any], GateFigures]:
-    """The recompute pass's attention as `choice.create` chooses it, and the gate's figures with it:
-    of the first kernel that fails, else of the last.
+) -> tuple[KernelPerPass | None, dict[str, Any], GateFigures]:
+    """The recompute pass's attention as `choice.create` chooses it, of its kernels those that pass
+    the gate, and the gate's figures with the last of these.
 
-    With `auto`, one that fails the gate is given up for the masked one, which is measured in its
-    place.
+    With `auto` and no such kernel it is the masked one; with `sparse` all whose figures failed.
 
     Raises:
         ValueError: `sparse` is asked for and not possible.
-        RuntimeError: as `open_trial`.
+        RuntimeError: as `open_trial`; with `sparse`, if no kernel gets through the gate.
     """
     sparse, attention = choice.create(means.runner, option)
-    # One by one: a trial's passes are small, and would all take the same.
-    kernels = sparse.kernels if isinstance(sparse, KernelPerPass) else {"": sparse}
-    # Asked for by name, they are not replaced: the start is refused with their figures.
-    can_give_up = sparse is not None and option == "auto"
     with open_trial(means) as trial:
-        for name, kernel in kernels.items():
+        if sparse is None:
+            return None, attention, trial.measure(None)
+        measured, failed = dict[str, GateFigures](), dict[str, str]()
+        # One by one: a trial's passes are small, and would all take the same.
+        for name, kernel in sparse.kernels.items():
             try:
-                figures = trial.measure(kernel)
-                if figures.passed:
-                    continue
-                reason = str(figures)
+                figures = measured[name] = trial.measure(kernel)
+                if not figures.passed:
+                    failed[name] = str(figures)
             except Exception as error:
-                if not can_give_up:
-                    raise
-                logger.warning(
-                    "chunk cache: the gate did not get through with sparse attention", exc_info=True
-                )
-                reason = f"{type(error).__name__}: {error}"
-            if not can_give_up:
-                break
-            reason = f"{name} failed the gate: {reason}"
-            given_up = {"kind": "masked", "kernel": None, "reason": reason}
-            return None, {**attention, **given_up}, trial.measure(None)
-        return sparse, attention, figures
+                logger.warning("chunk cache: the gate failed with %s", name, exc_info=True)
+                failed[name] = f"{type(error).__name__}: {error}"
+        told = (f"{name} failed the gate: {why}" for name, why in failed.items())
+        reason = "; ".join([attention["reason"], *told])
+        right = [name for name in measured if name not in failed]
+        # Asked for by name, they are not replaced: the start is refused with their figures.
+        if kept := right or (option == "sparse" and [*measured]):
+            attention = {**attention, "kernel": ", ".join(kept), "reason": reason}
+            return sparse.only(kept), attention, measured[kept[-1]]
+        if option == "sparse":
+            raise RuntimeError(reason)
+        attention = {**attention, "kind": "masked", "kernel": None, "reason": reason}
+        return None, attention, trial.measure(None)
 
 
 @contextmanager

@@ -226,33 +226,43 @@ def offered(half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention_choice, "create", lambda runner, setting: created[setting])
 
 
-HARM: dict[str, Mutant] = {
-    "": lambda patch: None,
-    "fa2 failed the gate: moved_ulps": lambda patch: shift_limits(patch, -1),
-    "fa3 failed the gate: moved_ulps": lambda patch: shift_limits(patch, -1, "fa3"),
-    "no kernel image": lambda patch: patch.setattr(FlashInferSparse, "plan", fail),
-    "no kernel image ": lambda patch: patch.setattr(FlashInferSparse, "run", fail),
+HARM: dict[str, tuple[Mutant, list[str]]] = {
+    "": (lambda patch: None, [*KERNELS]),
+    "fa2 failed the gate: moved_ulps": (lambda patch: shift_limits(patch, -1), []),
+    "fa3 failed the gate: moved_ulps": (lambda patch: shift_limits(patch, -1, "fa3"), ["fa2"]),
+    "no kernel image": (lambda patch: patch.setattr(FlashInferSparse, "plan", fail), []),
+    "no kernel image ": (lambda patch: patch.setattr(FlashInferSparse, "run", fail), []),
 }
+"""Why a kernel is given up -> how it comes about, and which are left."""
 
 
 @pytest.mark.usefixtures("offered")
 @pytest.mark.parametrize("reason", HARM)
 def test_auto_gives_up_what_fails(half: Any, monkeypatch: pytest.MonkeyPatch, reason: str) -> None:
-    """The masked pass is measured in its place; the stats say which kernel failed, and how."""
-    HARM[reason](monkeypatch)
+    """Where none is left, the masked pass is measured; the stats say which failed, and how."""
+    harm, left = HARM[reason]
+    harm(monkeypatch)
     before = free(half)
     sparse, attention, figures = gated_attention(means_of(half), "auto")
     assert figures.passed
     assert free(half) == before
     assert attention["ms"] == dict.fromkeys(KERNELS, 1.0)
-    kind = ("masked", None) if reason else ("sparse", ", ".join(KERNELS))
+    kind = ("sparse", ", ".join(left)) if left else ("masked", None)
     assert (attention["kind"], attention["kernel"]) == kind
-    assert (sparse is None) is bool(reason)
+    assert (sparse and [*sparse.kernels]) == (left or None)
     assert reason.strip() in attention["reason"]
 
 
 @pytest.mark.usefixtures("offered")
 def test_sparse_that_fails_is_not_given_up(half: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    shift_limits(monkeypatch, -1)
-    sparse, _, figures = gated_attention(means_of(half), "sparse")
-    assert (sparse is None, figures.passed) == (False, False)
+    with monkeypatch.context() as patch:
+        shift_limits(patch, -1)
+        sparse, _, figures = gated_attention(means_of(half), "sparse")
+        assert (sparse is None, figures.passed) == (False, False)
+    shift_limits(monkeypatch, -1, "fa3")
+    sparse, attention, figures = gated_attention(means_of(half), "sparse")
+    assert (sparse and [*sparse.kernels], figures.passed) == (["fa2"], True)
+    assert "fa3 failed the gate" in attention["reason"]
+    monkeypatch.setattr(FlashInferSparse, "plan", fail)
+    with pytest.raises(RuntimeError, match=r"fa2 failed the gate: .*no kernel image"):
+        gated_attention(means_of(half), "sparse")
