@@ -78,14 +78,16 @@ class SlotMap:
     All arguments named `slots` are [n] int64 on the CPU, each slot once.
     """
 
-    turns: Turns | None = None
-    """The model's rotary table, before anything is shared."""
-
     def __init__(self, num_rows: int, num_slots: int) -> None:
         self.num_rows, self.num_slots = num_rows, num_slots
+        self._turns: Turns | None = None
         self.num_given = 0
         """Times that rows were given out; never less, so that no row is taken for what it was."""
         self.clear()
+
+    def turn_by(self, turns: Turns) -> None:
+        """The model's rotary table: before anything is shared."""
+        self._turns = turns
 
     def clear(self) -> None:
         """No slot means a row."""
@@ -320,8 +322,8 @@ class SlotMap:
         return Groups(self._row[slots[order]], sizes.tolist(), turn)
 
     def _turning(self, old: Tensor, new: Tensor) -> Callable[[Tensor], Tensor]:
-        assert self.turns is not None, "set before anything is shared"
-        return self.turns.turning(old.long(), new.long())
+        assert self._turns is not None, "told before anything is shared"
+        return self._turns.turning(old.long(), new.long())
 
     def _give_rows(self, slots: Tensor) -> None:
         first = self._num_unused - len(slots)

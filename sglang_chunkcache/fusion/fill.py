@@ -133,7 +133,6 @@ class FusionPass:
         self.runner, self.table, self.config, self.host = runner, table, config, host
         (self.sparse, self.attention), self.pricing = attention, pricing
         self.calibration = Calibration()
-        """Selectors read what it names."""
         self.outward = OutwardWatch(self)
         self.num_unplanned = 0
         self.pool = runner.token_to_kv_pool
@@ -143,6 +142,10 @@ class FusionPass:
         parts = host, self.num_tokens, self.sharing
         self.mover = Mover(self.pool, table, self.pricing, *parts)
         self._chooser = Chooser(runner, config, self.pricing)
+
+    def calibrated(self, by: Calibration) -> None:
+        """Selectors read what it names, from now on."""
+        self.calibration = by
 
     @torch.no_grad()
     def run(self, moves: Sequence[Move]) -> Tensor | None:

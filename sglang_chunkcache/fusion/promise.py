@@ -94,7 +94,7 @@ class Fuser:
         self._fingerprint, self._weights = fingerprint, fingerprint()
         self.calibrator, self._gate = calibrator, gate or {}
         if calibrator is not None:
-            fusion_pass.calibration = calibrator.kept(self._weights)
+            fusion_pass.calibrated(calibrator.kept(self._weights))
         if tier is not None:
             tier.storage.start(self._weights, fusion_pass.calibration.heads)
         self.fallbacks: Counter[Fallback] = Counter()
@@ -248,14 +248,14 @@ class Fuser:
         free = self.tree.token_to_kv_pool_allocator.available_size()
         needed = self.calibrator.num_slots(prompts, free + self.tree.evictable_size())
         self.tree.make_room(needed)
-        self.fusion_pass.calibration = self.calibrator.measure(prompts, self._weights)
+        self.fusion_pass.calibrated(self.calibrator.measure(prompts, self._weights))
         self.keeper.captures.put_arrived()
         self.store.held.forget_scores()
         self.tree.copies.forget_scores()
         if self.fusion_pass.sharing is not None:
             self.fusion_pass.sharing.clear()
         if self.tier is not None:
-            self.tier.storage.naming.heads = self.fusion_pass.calibration.heads
+            self.tier.storage.naming.reads(self.fusion_pass.calibration.heads)
 
     def reset(self) -> None:
         """The tree is gone: so are pending promises, waiting captures and the store, but for what
@@ -268,7 +268,7 @@ class Fuser:
         keeps = self._weights is not None and self._weights == before
         self.store.clear(keep=lambda variant: variant.preprocessed and keeps)
         if self._weights != before and self.calibrator is not None:
-            self.fusion_pass.calibration = self.calibrator.kept(self._weights)
+            self.fusion_pass.calibrated(self.calibrator.kept(self._weights))
             if not self.fusion_pass.calibration.figures:
                 logger.warning(
                     "chunk cache: no calibration is known for these weights, selection reads the"

@@ -98,7 +98,8 @@ class Sharing:
     def __init__(
         self, slot_map: SlotMap, table: RotaryTable, make_room: Callable[[int], None]
     ) -> None:
-        self._slot_map, slot_map.turns, self._make_room = slot_map, table, make_room
+        self._slot_map, self._make_room = slot_map, make_room
+        slot_map.turn_by(table)
         # by chunk, then `origin`
         self._known = dict[Identity, dict[tuple[Any, ...], _Rows]]()
         self._sweep_at = SWEPT_FROM

@@ -87,7 +87,7 @@ class Tiers:
         was promised is filled first, and what is worth keeping is copied last. `is_ahead`: all of
         it was sent ahead of requests."""
         is_extend = batch.forward_mode.is_extend()
-        self.line.num_forwards += 1
+        self.line.forward()
         self.host.load_back.before(batch)
         hidden = None if self.fuser is None else self.fuser.promises.fill(batch)
         with self.watch(batch, hidden):

@@ -97,6 +97,10 @@ class WaitingLine:
             self._num_arrived += 1
             state(req).arrival = self._num_arrived
 
+    def forward(self) -> None:
+        """What runs is a forward nearer to its end."""
+        self.num_forwards += 1
+
     def passes_over(self, req: Req) -> bool:
         """Whether nothing is to be looked up for it in this round."""
         known = state(req)

@@ -21,7 +21,7 @@ class Naming:
 
     def __init__(self, names: Names, model_of: Callable[..., str], layout: Layout) -> None:
         self.names, self._model_of, self.layout = names, model_of, layout
-        self.heads: tuple[tuple[int, int], ...] = ()  # what was measured in others is not used
+        self.heads: tuple[tuple[int, int], ...] = ()
         self.is_off = True
         """Nobody knows the weights, so nothing can be named: nothing is written or loaded."""
         self.era = 0  # what is under way for an earlier one is not used
@@ -34,7 +34,12 @@ class Naming:
     def start(self, weights: int, heads: tuple[tuple[int, int], ...]) -> None:
         """From now on with these weights and calibrated heads."""
         self._model = cache(partial(self._model_of, weights))
-        self.heads, self.is_off = heads, False
+        self.is_off = False
+        self.reads(heads)
+
+    def reads(self, heads: tuple[tuple[int, int], ...]) -> None:
+        """What was measured in other heads is not used any more."""
+        self.heads = heads
 
     def stop(self) -> None:
         """Until `start` nothing has a name."""

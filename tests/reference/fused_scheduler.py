@@ -142,6 +142,9 @@ class FakePass:
         """The next run does, "early" or once everything is moved, and computes all it has room for;
         the others are lost."""
 
+    def calibrated(self, by: Calibration) -> None:
+        self.calibration = by
+
     def run(self, moves: Sequence[Move]) -> None:
         fails, self.fails = self.fails, None
         gaps = [

@@ -258,7 +258,7 @@ class Server:
             host_pool=self.host_pool,
         )
         self.fusion_pass = self.ranks.fuser.fusion_pass
-        self.fusion_pass.calibration = Calibration(depth=2, layer=2, heads=((1, 0), (2, 1)))
+        self.fusion_pass.calibrated(Calibration(depth=2, layer=2, heads=((1, 0), (2, 1))))
 
     def serve(self, *reqs: FakeReq, is_prefilled: bool = False) -> Seen:
         """One batch, from match to release. `is_prefilled`: its KV is that of a prefill."""

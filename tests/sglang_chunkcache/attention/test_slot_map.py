@@ -170,7 +170,7 @@ class AddsDistance:
 def test_keys_turn_where_positions_differ() -> None:
     """What is at its own position is read bit for bit, as are all values."""
     mine, own = SlotMap(8, 16), tensor([1, 2, 3])
-    mine.turns = AddsDistance()  # type: ignore[assignment]
+    mine.turn_by(AddsDistance())  # type: ignore[arg-type]
     mine.assign(own)
     buffer = torch.zeros(9, 1, 2)
     buffer[mine.rows(own)] = torch.tensor([0.1, 0.2, 0.3])[:, None, None]

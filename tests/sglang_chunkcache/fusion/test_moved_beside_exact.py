@@ -43,7 +43,7 @@ def make() -> Iterator[Make]:
     def made() -> ModelScheduler:
         knobs = config(reuse="fused", recompute_attention="masked")
         scheduler = ModelScheduler(runner, 1500, knobs, prefill_budget=512)
-        scheduler.fuser.fusion_pass.calibration = Calibration(heads=((0, 1), (2, 3)))
+        scheduler.fuser.fusion_pass.calibrated(Calibration(heads=((0, 1), (2, 3))))
         return scheduler
 
     yield made

@@ -42,7 +42,7 @@ FIRST, ASKED = FusionRequest("first", 0.2, "f"), FusionRequest("query", 0.3, "q"
 def make_scheduler(runner: Any, allocator: Any = None) -> ModelScheduler:
     knobs = config(reuse="fused", recompute_attention="masked")
     scheduler = ModelScheduler(runner, 1500, knobs, prefill_budget=512, allocator=allocator)
-    scheduler.fuser.fusion_pass.calibration = Calibration(heads=((0, 1), (2, 3)))
+    scheduler.fuser.fusion_pass.calibrated(Calibration(heads=((0, 1), (2, 3))))
     return scheduler
 
 

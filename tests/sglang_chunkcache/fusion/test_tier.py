@@ -174,8 +174,8 @@ def test_scores_of_other_heads_are_left_out(disk: Disk) -> None:
     rank = disk.server()
     rank.store_chunks(A, fusion=asks("h2o", 0.5))
     rank = disk.restarted()
-    rank.fusion_pass.calibration = Calibration(heads=((0, 1),))
-    disk.tier.storage.naming.heads = ((0, 1),)
+    rank.fusion_pass.calibrated(Calibration(heads=((0, 1),)))
+    disk.tier.storage.naming.reads(((0, 1),))
     disk.tier.load_most_used()
     assert rank.stored(A)[0].scored is Scored.ALL, "measured without heads, it holds with any"
     outward = torch.arange(4.0)

@@ -54,7 +54,7 @@ class Queue:
             preempt_list=self.preempted,
             running_batch=SimpleNamespace(reqs=self.running),
         )
-        self.line.num_forwards += 1
+        self.line.forward()
         admitted = list[bool]()
         for req in reqs:
             self.preempted += ["another"] * preempts
@@ -210,7 +210,7 @@ def test_it_waits_for_room_twice_as_long_as_the_first_answer_may_take(num_new: i
     def num_waited() -> int:
         start = line.num_forwards
         while waits():
-            line.num_forwards += 1
+            line.forward()
         return line.num_forwards - start
 
     assert waits()
