@@ -12,7 +12,7 @@ knows it can make an entry. `pointer.py` frames its bytes likewise, with a magic
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from hashlib import blake2b
@@ -143,13 +143,11 @@ def read(
     layout: Layout,
     num_tokens: int,
     secret: bytes,
-    empty: Callable[..., Tensor] = torch.empty,
 ) -> Entry:
     """The entry in `data`, [num_bytes] uint8 on the CPU, in tensors of its own.
 
     Args:
         layout, num_tokens: what it must have.
-        empty: makes the tensors for KV; torch.empty's arguments.
     Raises:
         RefusedEntryError: it is not this entry, whole and as it was written.
     """
@@ -171,9 +169,8 @@ def read(
         raise RefusedEntryError(
             Refusal.FORMAT, f"the header tells of {start + sum(sizes)} bytes, there are {len(data)}"
         )
-    # KV goes on to the device, so it may want pinned memory; measurements stay on the host.
-    made = [empty(shape, dtype=dtype) for shape, dtype in kv]
-    made += [torch.empty(shape, dtype=dtype) for shape, dtype in wanted[len(kv) :]]
+    # Not pinned, which would hold up the forwards: KV goes on into a pool that is.
+    made = [torch.empty(shape, dtype=dtype) for shape, dtype in wanted]
     for each, part in zip(made, torch.split(data[start:], sizes), strict=True):
         _bytes_of(each).numpy()[:] = part.numpy()
     measured = iter(made[len(kv) :])

@@ -9,10 +9,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.runtime_context import get_parallel
-from torch import Tensor
 
 from radix_ext.loading import WaitPolicy
 from radix_ext.variant_index import VariantIndex
@@ -62,8 +60,6 @@ def create_storage(
         raise ValueError(f"{refused} KV of {dtype} in a {type(pool).__name__}")
     _, num_heads, key_dim = pool.k_buffer[0].shape
     layout = Layout(len(pool.k_buffer), num_heads, key_dim, pool.v_buffer[0].shape[-1], dtype)
-    # Loaded KV goes on to the device: from pageable memory that makes the host wait.
-    empty = partial(torch.empty, pin_memory=torch.device(runner.device).type == "cuda")
     ranks = Ranks(compat.parallel(runner, "tp_group")) if args.tp_size > 1 else None
     rank = f"rank{get_parallel().dp_rank or 0}{ranks.shard if ranks else ''}"
     try:
@@ -72,7 +68,6 @@ def create_storage(
             rank=rank,
             model_name=runner.model_config.model_path,
             memory_bytes=memory_bytes(),
-            empty=empty,
             ranks=ranks,
         )
     except OSError as error:
@@ -105,13 +100,12 @@ def open_storage(
     rank: str,
     model_name: str,
     memory_bytes: int = sys.maxsize,
-    empty: Callable[..., Tensor] = torch.empty,
     ranks: Ranks | None = None,
 ) -> Opened:
-    """The storage of the rank of that name. `memory_bytes` and `ranks` as `Loader` takes them,
-    `empty` as `Worker`: all ranks open theirs at once, and have what all have. Raises ValueError: a
-    setting is wrong, the backend cannot be made, or another process has the folder; OSError: the
-    folder cannot be written."""
+    """The storage of the rank of that name. `memory_bytes` and `ranks` as `Loader` takes them:
+    all ranks open theirs at once, and have what all have. Raises ValueError: a setting is wrong,
+    the backend cannot be made, or another process has the folder; OSError: the folder cannot be
+    written."""
     folder, secret = folder_of(config, rank), secret_of()
     # First, as it locks the folder: `confirmed` deletes what another server may be writing.
     manifest = Manifest(folder)
@@ -131,7 +125,7 @@ def open_storage(
         raise
     names = Names(secret, ranks.shard if ranks else "")
     pointers = Pointers(backend, names) if backend.is_shared and ranks is None else None
-    worker = Worker(backend, manifest, secret=secret, pointers=pointers, empty=empty)
+    worker = Worker(backend, manifest, secret=secret, pointers=pointers)
     loader = Loader(worker, ranks=ranks, memory_bytes=memory_bytes)
     # What some ranks lack, as after a kill between their writes, no request can use.
     loader.delete(others)

@@ -9,7 +9,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 from sglang_chunkcache.storage.backend import Backend
@@ -32,7 +31,6 @@ class Worker:
     Args:
         secret: as `key.secret_of` gives it.
         pointers: None: nobody else has the storage.
-        empty: makes the tensors of loaded keys and values; torch.empty's arguments.
         clock: seconds.
     """
 
@@ -43,11 +41,10 @@ class Worker:
         *,
         secret: bytes,
         pointers: Pointers | None = None,
-        empty: Callable[..., Tensor] = torch.empty,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend, self.manifest, self._pointers = backend, manifest, pointers
-        self._secret, self._empty, self.clock = secret, empty, clock
+        self._secret, self.clock = secret, clock
         self.is_shared = pointers is not None
         self.breaker = Breaker(clock)
         self.done = deque[Job]()  # not polled yet
@@ -76,7 +73,6 @@ class Worker:
                 layout=job.layout,
                 num_tokens=job.num_tokens,
                 secret=self._secret,
-                empty=self._empty,
             )
             if job.into is not None:
                 job.into(entry)

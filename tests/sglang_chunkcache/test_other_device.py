@@ -14,10 +14,12 @@ The other device needs torch's CUDA build, and no GPU:
 from __future__ import annotations
 
 import ctypes
+import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -47,11 +49,14 @@ from sglang_chunkcache.scheduler import load_back
 from sglang_chunkcache.scheduler.host_pool import HostPool
 from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.storage.codec import CODECS
+from sglang_chunkcache.storage.jobs import Load
+from sglang_chunkcache.storage.opening import create_storage
 from sglang_chunkcache.wire.report import Fallback
 from sglang_chunkcache.wire.state import CalibrationPrompt
 from tests import models
 from tests.kit.fused import report, wheres
 from tests.kit.requests import HEAD, asks, rag
+from tests.kit.storages import LAYOUT, NUM_TOKENS, keeping, make_entry, make_row
 from tests.kit.tensors import PoolHost
 from tests.kit.triton_interpreter import interpreted
 from tests.reference import flashinfer
@@ -445,6 +450,30 @@ def test_host_pool_waits_for_nothing(
     req = rag(A, B, C)
     assert_waits(server.serve(req, is_prefilled=True), {})
     assert answer_of(req).loaded == len(HEAD + A + B + C)
+
+
+def test_what_a_storage_loads_is_not_pinned(rig: Rig, tmp_path: Path) -> None:
+    """It goes on into the host pool, which is."""
+    flags = dict.fromkeys(("enable_memory_saver", "enable_lora", "lora_paths", "enable_metrics"))
+    context = SimpleNamespace(
+        server_args=SimpleNamespace(tp_size=1, **flags),
+        tp_worker=SimpleNamespace(model_runner=rig.runner),
+    )
+    knobs = config(
+        storage_backend="file",
+        storage_backend_extra_config=json.dumps({"directory": str(tmp_path)}),
+    )
+    storage = create_storage(context, knobs, lambda: 1 << 30)
+    assert storage is not None
+    worker = storage.loader.worker  # its thread has nothing to do
+    written = keeping(make_row("n", num_bytes=0, num_tokens=NUM_TOKENS), make_entry())
+    worker.write(written)
+    job = Load("n", written.row.num_bytes, NUM_TOKENS, LAYOUT)
+    with rig.device.counting() as seen:
+        worker.load(job)
+    assert job.entry is not None, job.problem
+    assert seen.pinned == {}
+    storage.close()
 
 
 # At the start
