@@ -177,10 +177,10 @@ def _install_sabotage(switch: Path) -> None:
     vars(moving)["copy_moved"] = copy_unless_sabotaged
     run = FusionPass.run
 
-    def run_unless_sabotaged(fusion_pass: Any, moves: Any) -> None:
+    def run_unless_sabotaged(fusion_pass: Any, moves: Any) -> Any:
         if switch.exists() and (error := switch.read_text()):
             raise RuntimeError(error)
-        run(fusion_pass, moves)
+        return run(fusion_pass, moves)
 
     setattr(FusionPass, "run", run_unless_sabotaged)  # noqa: B010 (mypy takes no assignment)
 
