@@ -28,13 +28,16 @@ class EagerGraph(BreakableCudaGraphBackend):  # type: ignore[misc]
         self._model = runner.model.model
         self._forward = self._model.forward
         self.sizes = list[int]()
+        self._given: dict[int, Tensor] = {}
+        """Rows -> what a replay writes, again and again."""
 
     def replay(self, shape_key: Any, static_forward_batch: Any, **kwargs: Any) -> Tensor:
         batch = static_forward_batch
         self.sizes.append(shape_key.size)
         assert len(batch.input_ids) == shape_key.size
         with torch.no_grad():
-            return self._forward(batch.input_ids, batch.positions, batch)  # type: ignore[no-any-return]
+            found = self._forward(batch.input_ids, batch.positions, batch)
+        return self._given.setdefault(len(found), torch.empty_like(found)).copy_(found)
 
 
 @contextmanager

@@ -121,6 +121,15 @@ def test_graph_equals_no_graph(
         assert torch.equal(other[:, untaken], old[:, untaken])
 
 
+def test_what_a_graph_gave_outlives_its_next_replay(runner: Any, replays: list[int]) -> None:
+    first = run_pass(runner, sequences(runner, CHOSEN))
+    assert first is not None
+    before = first.clone()
+    assert run_pass(runner, sequences(runner, CHOSEN - 1)) is not None
+    assert len(replays) == 2
+    assert torch.equal(first, before)
+
+
 class Reader(Observer):
     """Ends the pass before its last layer."""
 
