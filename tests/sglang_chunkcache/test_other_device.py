@@ -44,9 +44,11 @@ from sglang_chunkcache.fusion.moving import Mover
 from sglang_chunkcache.fusion.price_trial import MIN_TOKENS, measure_costs
 from sglang_chunkcache.fusion.recompute import run_extend
 from sglang_chunkcache.fusion.relocate import RotaryTable
+from sglang_chunkcache.fusion.store import Offload
 from sglang_chunkcache.fusion.trial_rows import Means
 from sglang_chunkcache.scheduler import load_back
 from sglang_chunkcache.scheduler.host_pool import HostPool
+from sglang_chunkcache.scheduler.node import joined
 from sglang_chunkcache.scheduler.pricing import Pricing
 from sglang_chunkcache.storage.codec import CODECS
 from sglang_chunkcache.storage.jobs import Load
@@ -313,6 +315,31 @@ def test_operands_on_two_devices_raise(rig: Rig) -> None:
         torch.zeros(2, device=DEVICE) + torch.zeros(2)
     with pytest.raises(TypeError, match="numpy"):
         torch.zeros(2, device=DEVICE).numpy()
+
+
+@on_other
+def test_what_another_stream_reads_is_kept_for_it(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory that nobody has is given to others, whatever another stream still reads."""
+    kept = list[tuple[int, Any]]()
+    monkeypatch.setattr(
+        OtherTensor, "record_stream", lambda self, stream: kept.append((id(self), stream))
+    )
+    forward: Any = torch.cuda.current_stream()
+    made = [torch.arange(1, 4, device=DEVICE) for _ in range(2)]
+    assert joined(made).tolist() == [1, 2, 3, 1, 2, 3]
+    Offload(made)
+    pool = HostPool(rig.runner.token_to_kv_pool, 1 << 20)
+    slots = pool.alloc(3)
+    assert slots is not None
+    pool.follow()
+    pool.save(made[0], slots)
+    one, other = map(id, made)
+    copying = store._offload_stream(DEVICE)
+    assert kept == [(each, to) for to in (forward, copying) for each in (one, other)] + [
+        (one, forward)
+    ]
 
 
 # Moved KV
