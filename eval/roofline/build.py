@@ -40,6 +40,8 @@ class Build(NamedTuple):
     """Host time of a piece that is not beside the device's work."""
     piece_launches: int
     """Of a piece, beside the device's work."""
+    block_launches: int
+    """Likewise of each further block of queries in a piece."""
     piece_reads: int
     """Times that KV before a piece's end is read or written for it, in the layers that attend."""
     masked_share: float
@@ -82,6 +84,7 @@ REVIEWED = Build(
     piece_tokens=2048,
     piece_s=2e-3,
     piece_launches=0,
+    block_launches=0,
     piece_reads=0,
     masked_share=MASKED_SHARE,
     is_planned=False,
@@ -120,6 +123,7 @@ BUILT = REVIEWED._replace(
     piece_tokens=8192,  # SGLang's prefill budget on an H100
     piece_s=0.0,
     piece_launches=61,
+    block_launches=5,
     piece_reads=7,
     is_planned=True,
     # The rest, lists of positions, took one of this machine's cores twice that: a server's is
@@ -159,6 +163,7 @@ LIMIT = Build(
     piece_tokens=None,
     piece_s=0.3e-3,
     piece_launches=0,
+    block_launches=0,
     piece_reads=0,
     masked_share=SCATTERED_SHARE,
     is_planned=False,

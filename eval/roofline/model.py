@@ -172,9 +172,12 @@ class Model:
         # A piece reads what is before its end.
         seen = prompt.num_tokens * (num_pieces + 1) / 2
         layer_bytes = self.shape.token_bytes() / shape.num_layers
+        launches = num_pieces * build.piece_launches
         if build.is_planned:
             assert build.piece_tokens is not None
-            pairs = masked_pairs(prompt.num_tokens, num_candidates, build.piece_tokens)
+            size = build.piece_tokens
+            pairs = masked_pairs(prompt.num_tokens, num_candidates, size)
+            launches += (masked_blocks(num_candidates, size) - num_pieces) * build.block_launches
         # The compared layer only projects: queries, keys and values.
         heads = shape.hidden * shape.head_dim * (shape.num_heads + 2 * shape.num_kv_heads)
         projected = heads * shape.num_layers / shape.weights
@@ -185,7 +188,7 @@ class Model:
             pairs * (DEPTH - 1) / shape.num_layers,
             build.masked_share,
             more_bytes=build.piece_reads * (DEPTH - 1) * seen * layer_bytes,
-            launches=num_pieces * build.piece_launches,
+            launches=launches,
             host_s=num_pieces * build.piece_s,
         )
 
@@ -312,6 +315,14 @@ def masked_pairs(num_keys: int, num_rows: int, piece_tokens: int) -> int:
         blocks = layout.sequences[0].blocks
         pairs += sum((block.end - block.start) * block.num_keys for block in blocks)
     return pairs
+
+
+def masked_blocks(num_rows: int, piece_tokens: int) -> int:
+    """Of queries, in all pieces."""
+    from sglang_chunkcache.attention.masked_layout import BLOCK_ROWS
+
+    full, rest = divmod(num_rows, piece_tokens)
+    return full * ceil(piece_tokens / BLOCK_ROWS) + ceil(rest / BLOCK_ROWS)
 
 
 def _scattered(num_keys: int, num_rows: int) -> Tensor:

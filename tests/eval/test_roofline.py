@@ -109,6 +109,14 @@ def test_pairs_are_those_of_the_planners() -> None:
     assert scattered_pairs(8192, 1229, 32) < scattered_pairs(8192, 1229, 128)
 
 
+def test_blocks_of_queries_are_launched() -> None:
+    """Of 13,107 proposed tokens in two pieces 8 and 5, of which each piece has one in any case."""
+    built = model(BUILT)
+    few, many = (built.steps(Prompt(n, 0.15))["deviation"].launches for n in (2048, 32_768))
+    assert few == BUILT.piece_launches
+    assert many == 2 * BUILT.piece_launches + 11 * BUILT.block_launches
+
+
 def test_records_stand_beside() -> None:
     """Prefill, attention and copies within a quarter but for one; where the host decides, the model
     is up to twice as fast."""

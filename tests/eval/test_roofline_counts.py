@@ -24,6 +24,7 @@ from eval.roofline.build import (
 )
 from radix_ext import ChunkId, FusionRequest
 from radix_ext.sources import DeviceCopy
+from sglang_chunkcache.attention import masked_layout
 from sglang_chunkcache.attention.base import PassSequence
 from sglang_chunkcache.fusion import fill, recompute, relocate, relocate_kernel
 from sglang_chunkcache.fusion.measure import (
@@ -165,11 +166,17 @@ def test_question(bench: Bench) -> None:
 
 
 def test_piece_of_deviation(bench: Bench) -> None:
-    probe = DeviationProbe(IDS, bench.slots, CHUNKS, 2, torch.arange(0, NUM_TOKENS, 3))
+    compared = torch.arange(0, NUM_TOKENS, 3)
+    probe = DeviationProbe(IDS, bench.slots, CHUNKS, 2, compared)
     one = bench.count(lambda _: deviation_evidence(bench.runner, [probe]))
     max_rows = NUM_TOKENS // 4
     two = bench.count(lambda _: deviation_evidence(bench.runner, [probe], max_rows=max_rows))
     assert one.total() == BUILT.piece_launches
+    in_blocks = partial(masked_layout.plan, block_rows=len(compared) // 3)
+    with bench.patch.context() as patch:
+        patch.setattr(recompute, "plan", in_blocks)
+        blocks = bench.count(lambda _: deviation_evidence(bench.runner, [probe]))
+    assert blocks.total() - one.total() == 2 * BUILT.block_launches
     assert two.total() - one.total() == BUILT.piece_launches - 3  # slots and zeros of both
     names = one.by_layer[0]
     assert names["index"] + names["cat"] + 1 == BUILT.piece_reads
