@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from sglang_chunkcache.attention import masked
 from sglang_chunkcache.attention.base import PassSequence, SparseRequest
@@ -174,6 +175,29 @@ def test_observed_weights_equal_the_reference(
     assert len(pieces) == {1: 4, 4 * 4 * 20 * 2: 2, 1 << 20: 1}[weight_bytes]
     found = torch.cat([weights for _, _, weights in pieces], 1)
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-6)
+
+
+class Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """How many numbers the largest result has."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, Tensor) and not func.is_view:
+            self.size = max(self.size, found.numel())
+        return found
+
+
+def test_weights_copy_keys_once_for_all_query_heads_of_a_kv_head() -> None:
+    num_keys, num_kv_heads, group = 500, 2, 4
+    keys = torch.randn(num_keys, num_kv_heads, HEAD_DIM, dtype=torch.bfloat16)
+    queries = torch.randn(2, num_kv_heads * group, HEAD_DIM, dtype=torch.bfloat16)
+    positions = torch.tensor([num_keys - 2, num_keys - 1])
+    attention = SequenceAttention(queries, keys, positions, torch.arange(num_keys), SCALE)
+    with Largest() as largest:  # type: ignore[no-untyped-call]
+        list(attention.weights())
+    assert largest.size == keys.numel()
 
 
 def test_an_observer_may_stop_before_anything_is_written() -> None:
