@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Purpose: attention of scattered tokens and moving of KV on a GPU: the tests that need one, then how fast ours are.
-#   tests      pytest -m gpu: every kernel against the reference, then gate, passes, codecs and host pool, on the device
+#   tests      pytest -m gpu: every kernel against the reference, then gate, passes, codecs and host pool, on the device,
+#              then a server whose free slots hold NaN
 #   bench      eval bench attention: ours (FA2, FA3) next to dense FA2 and FA3, SDPA with a mask, virtual
 #              sequences and FlashInfer's mask; ratios 0.02 to 1, 8k to 32k tokens, batches of 1 to 8, interleaved
 #   relocate   eval bench relocate: the fused copy of chunks against the device's copy rate
@@ -42,6 +43,7 @@ passes=(
     tests/sglang_chunkcache/storage/test_codec.py
 )
 graphs=tests/sglang_chunkcache/fusion/test_pass_graphs.py # a model runner of its own
+server=tests/e2e/test_reuse.py
 if [[ -n $smoke ]]; then
     device=cpu attention=(--quick --repetitions 2) relocate=(--quick)
 fi
@@ -84,11 +86,13 @@ for step in ${STEPS:-tests bench relocate}; do
             if [[ -n $smoke ]] || ((${#flags[@]})); then
                 pytest_gpu tests "${kernels[@]}" "${passes[@]}" "${flags[@]}"
                 pytest_gpu tests_graphs $graphs
+                pytest_gpu tests_server $server
             else # FlashInfer compiles for each type and head size
                 pytest_gpu tests_bf16_128 "${kernels[@]}" -k "bfloat16-128 or not float16"
                 pytest_gpu tests_bf16_64 "${kernels[@]}" -k "bfloat16-64"
                 pytest_gpu tests_passes "${passes[@]}" # of bfloat16 with 64 dimensions
                 pytest_gpu tests_graphs $graphs
+                pytest_gpu tests_server $server
                 pytest_gpu tests_fp16_64 "${kernels[@]}" -k "float16-64 and not bfloat16-64"
                 pytest_gpu tests_fp16 "${kernels[@]}" -k "float16 and not bfloat16-128 and not float16-64"
             fi
