@@ -344,8 +344,13 @@ class Engine:
         return asked.result()
 
     def _routed(self, rank: int) -> int | None:
-        """The rank as SGLang is told of it."""
-        return rank if len(self._bookkeeper.mirrors) > 1 else None
+        """The rank as SGLang is told of it. None: there is one, or a decode server looks for the
+        request at the rank that its room names, which SGLang knows."""
+        if len(self._bookkeeper.mirrors) == 1:
+            return None
+        args = self._manager.server_args
+        is_found = args.load_balance_method not in ("auto", "follow_bootstrap_room")
+        return rank if is_found or args.disaggregation_mode != "prefill" else None
 
 
 def _decoded(states: Iterable[str]) -> list[RankState]:

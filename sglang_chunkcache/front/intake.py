@@ -137,6 +137,9 @@ class Intake:
         identity = _identity(raw_request, request, str(adapter) if adapter else None)
         fusion = fields.fusion_request(self._config)
         self._check_pair(fields, "conversation_id", "retrieve")
+        if self._config.is_paired and request.n != 1:
+            # SGLang sends all of them, and a prefill before them, to one room
+            raise RequestError("n: must be 1 with --disaggregation-mode")
         prefill = ""
         if request.continue_final_message:
             messages, prefill = begun_answer(messages)
@@ -218,8 +221,11 @@ class Intake:
         # `parse` would call `messages` no field here, and not say where the chunks belong
         for i in _taken_chunks(raw):
             raise RequestError(f"messages.{i}.chunks: this endpoint has parts, not messages")
+        if self._config.is_paired:
+            raise RequestError(
+                "parts: not with --disaggregation-mode; use /rag/v1/chat/completions"
+            )
         body = parse(GenerateIn, raw)
-        self._check_pair(body)
         parts = [
             part if isinstance(part, str) else self._passages(part.chunks) for part in body.parts
         ]

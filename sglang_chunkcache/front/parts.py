@@ -111,7 +111,8 @@ class Parts:
         if args.enable_metrics:
             labels = frozenset(args.tokenizer_metrics_allowed_custom_labels or ())
         has_adapters = bool(args.enable_lora or args.lora_paths)
-        return Limits(self.manager.model_config.vocab_size, labels, has_adapters)
+        mode = args.disaggregation_mode
+        return Limits(self.manager.model_config.vocab_size, labels, has_adapters, mode)
 
     @cached_property
     def sampling(self) -> SamplingCheck:

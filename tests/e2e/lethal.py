@@ -20,6 +20,18 @@ class Lethal(NamedTuple):
     """It goes to an endpoint that checks no types: from 0.5.22 on `/generate` does."""
     has_adapters: bool = False
     """It ends a server that has the adapter `a`."""
+    mode: str = "null"
+    """Of the server that it ends: SGLang's `disaggregation_mode`."""
+
+    @property
+    def is_alone(self) -> bool:
+        """It is for a server without a partner."""
+        return self.mode == "null"
+
+    @property
+    def is_for_gpus(self) -> bool:
+        """SGLang has what it is for on GPUs alone."""
+        return self.has_adapters or not self.is_alone
 
     def sent(self, *, stream: bool | None = None) -> tuple[str, dict[str, Any]]:
         """Endpoint and what is posted to it."""
@@ -31,6 +43,7 @@ class Lethal(NamedTuple):
 
 
 TEXT = "Which city does the company Lumum serve?"
+MEET = {"bootstrap_host": "127.0.0.1", "bootstrap_port": 9}
 
 
 def sampling(
@@ -140,6 +153,12 @@ LETHAL = [
     in_session("session replaced whole", replace=True),
     request("lora_id a list", lora_id=["x"]),
     request("lora_path a list", lora_path=["a"])._replace(has_adapters=True),
+    request("bootstrap_room a list", bootstrap_room=[1], **MEET)._replace(mode="prefill"),
+    request("bootstrap_room a list, decoding", bootstrap_room=[1], **MEET)._replace(mode="decode"),
+    request("bootstrap_room without host", bootstrap_room=1)._replace(mode="decode"),
+    request("bootstrap_host a list", bootstrap_host=["127.0.0.1"], bootstrap_room=1)._replace(
+        mode="decode"
+    ),
     request("positional_embed_overrides", positional_embed_overrides=[]),
     request("custom_labels unknown", custom_labels={"x": "y"}),
     Lethal(

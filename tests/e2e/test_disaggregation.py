@@ -16,6 +16,7 @@ from eval.server import Server, free_port
 from eval.world.world import World
 from tests.e2e.asking import CHAT, GENERATE, Reply, body_of, send, stats_of, user
 from tests.e2e.conftest import STRICT
+from tests.e2e.lethal import LETHAL, Lethal
 from tests.soak.answers import LOGPROBS, answer_of, differences, logprob_difference, prompt_ids
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
@@ -91,5 +92,26 @@ def test_what_only_one_server_knows_is_refused(
         status, text = send(server.url + CHAT, body)
         assert status == 400
         assert f"{field}: not with --disaggregation-mode" in text
-    parts = {"parts": ["Who?"], "order": "tree"}
-    assert send(pair[0].url + GENERATE, parts)[0] == 400
+
+
+def test_what_a_pair_does_not_answer_is_refused(pair: tuple[Server, Server, int]) -> None:
+    """Several answers would meet in one room, and a prompt of parts names none."""
+    for server in pair[:2]:
+        for path, body, named in (
+            (GENERATE, {"parts": ["Who?"]}, "parts: not with --disaggregation-mode"),
+            (CHAT, {"messages": [user("Who?")], "n": 2}, "n: must be 1 with --disaggregation-mode"),
+        ):
+            status, text = send(server.url + path, body)
+            assert (status, named in text) == (400, True), text
+
+
+@pytest.mark.parametrize("case", [each for each in LETHAL if not each.is_alone], ids=lambda c: c.id)
+def test_lethal_request_is_refused(pair: tuple[Server, Server, int], case: Lethal) -> None:
+    prefill, decode, _ = pair
+    server = decode if case.mode == "decode" else prefill
+    path, body = case.sent(stream=False)
+    status, text = send(server.url + path, body)
+    assert (status, f"{case.field}: must" in text) == (400, True), text
+    meet = {field: value for field, value in body.items() if field.startswith("bootstrap")}
+    assert send(server.url + CHAT, {"messages": [user("Who?")], **meet})[0] == 400
+    assert send(server.url + "/health", "GET")[0] == 200

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from eval.http import get, post
-from eval.server import Server
+from eval.server import Server, free_port
 from sglang_chunkcache.bundled_model import model_dir
 from sglang_chunkcache.front.guard.lethal import REQUEST_RULES, SAMPLING_RULES
 from tests import models
@@ -44,13 +44,18 @@ def test_stock_server_ends(case: Lethal, tmp_path: Path) -> None:
     if case.has_adapters:
         models.write_adapter(tmp_path / "a", model_dir())
         flags += ["--lora-paths", f"a={tmp_path / 'a'}", "--lora-backend", "torch_native"]
+    if not case.is_alone:
+        pytest.importorskip("nixl")
+        flags += ["--disaggregation-mode", case.mode, "--disaggregation-transfer-backend", "nixl"]
+        flags += ["--disaggregation-bootstrap-port", str(free_port())]
     env = {"OMP_NUM_THREADS": STRICT["OMP_NUM_THREADS"]}
     launcher = (
         "-m",
-        "tests.e2e.cpu_server" if case.has_adapters else "sglang_chunkcache.launch_server",
+        "tests.e2e.cpu_server" if case.is_for_gpus else "sglang_chunkcache.launch_server",
     )
     with Server(flags, log=tmp_path / "stock.log", env=env, launcher=launcher) as server:
-        for path, body in (("/generate", GOOD), *case.before):
+        good = [("/generate", GOOD)] if case.is_alone else []
+        for path, body in (*good, *case.before):
             assert send(server.url + path, body)[0] == 200
         if case.overlapped:
             background(server, "/generate", case.overlapped)
@@ -63,7 +68,10 @@ def test_stock_server_ends(case: Lethal, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "case",
-    [LETHAL[0], *(pytest.param(case, marks=pytest.mark.nightly) for case in LETHAL[1:])],
+    [
+        LETHAL[0],
+        *(pytest.param(case, marks=pytest.mark.nightly) for case in LETHAL[1:] if case.is_alone),
+    ],
     ids=lambda case: case.id,
 )
 def test_ours_refuses(rag_server: Server, case: Lethal) -> None:

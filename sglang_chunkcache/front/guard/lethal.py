@@ -21,6 +21,7 @@ from sglang_chunkcache.front.guard.slow_regex import explodes
 from sglang_chunkcache.front.metrics import Metrics
 
 INT32_END = 2**31
+INT64_END = 2**63
 FLOAT32_MAX = 3.4e38
 LARGE_LOGIT = 1000.0
 # SGLang's `_SAMPLING_EPS`
@@ -44,6 +45,8 @@ class Limits:
     None: there are no metrics, any name will do."""
     has_adapters: bool = False
     """Requests may name LoRA adapters."""
+    disaggregation: str = "null"
+    """SGLang's `disaggregation_mode`: `prefill` or `decode`, of a pair."""
 
 
 IsLethal = Callable[[Any, Mapping[str, Any], Limits], bool]
@@ -214,6 +217,24 @@ def _is_for_another_prompt(value: Any, fields: Mapping[str, Any], limits: Limits
     return isinstance(value, list) and _is_single(fields)
 
 
+def _is_no_room(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
+    """In which a prefill and a decode server meet."""
+    if limits.disaggregation == "null":
+        return False
+    is_list = _is_for_another_prompt(value, fields, limits) and not _has_several_answers(fields)
+    return is_list or _is_beyond(value, -INT64_END, INT64_END - 1) or _lacks_host(fields, limits)
+
+
+def _is_no_host(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
+    is_list = _is_for_another_prompt(value, fields, limits) and not _has_several_answers(fields)
+    return limits.disaggregation == "decode" and (is_list or _are_no_strings(value, fields, limits))
+
+
+def _lacks_host(fields: Mapping[str, Any], limits: Limits) -> bool:
+    # a prefill server does not read it
+    return limits.disaggregation == "decode" and None in _each(fields["bootstrap_host"])
+
+
 def _has_several_answers(fields: Mapping[str, Any]) -> bool:
     """Then SGLang makes a batch of one prompt."""
     params = fields["sampling_params"]
@@ -303,6 +324,18 @@ REQUEST_RULES = _rules(
             and _is_for_another_prompt(value, fields, limits)
             and not _has_several_answers(fields)
         ),
+    ),
+    Rule(
+        "bootstrap_room",
+        "be a whole number of 64 bits for one prompt, with a `bootstrap_host`",
+        "it looks up by it, stores it and, decoding, asks that host",
+        _is_no_room,
+    ),
+    Rule(
+        "bootstrap_host",
+        "be a string for one prompt",
+        "decoding, it looks at how it begins",
+        _is_no_host,
     ),
     Rule(
         "positional_embed_overrides",

@@ -39,6 +39,7 @@ class Manager:
 
     incremental_streaming_output = True
     name = "manager"
+    server_args = SimpleNamespace(load_balance_method="auto", disaggregation_mode="null")
 
     def __init__(self, *outputs: Any, error: BaseException | None = None) -> None:
         self.outputs, self.error, self.asked = outputs, error, list[Any]()
@@ -106,8 +107,17 @@ def test_whole_answer_is_released_before_it_is_handed_out() -> None:
 
 
 def test_scheduler_is_told_and_the_rank_named() -> None:
-    for num_ranks, rank in ((2, 0), (1, None)):
+    """But where a decode server looks for it by its room: SGLang routes it there."""
+    for num_ranks, method, mode, rank in (
+        (2, "auto", "null", 0),
+        (1, "auto", "null", None),
+        (2, "auto", "prefill", None),
+        (2, "follow_bootstrap_room", "prefill", None),
+        (2, "round_robin", "prefill", 0),
+        (2, "auto", "decode", 0),
+    ):
         bench, manager = Bench(num_ranks=num_ranks), Manager(output(65))
+        manager.server_args = SimpleNamespace(load_balance_method=method, disaggregation_mode=mode)
         rag = Asked(bench.plan("q", A))
         run(manager, bench, make_request(rag))
         assert manager.asked[0].sampling_params == {"n": 1, "custom_params": rag.custom_params}

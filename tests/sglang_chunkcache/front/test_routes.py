@@ -61,6 +61,7 @@ class Manager:
     found."""
 
     incremental_streaming_output = False
+    server_args = SimpleNamespace(load_balance_method="auto", disaggregation_mode="null")
 
     def __init__(self, bench: Bench) -> None:
         self.bench, self.sent = bench, list[Any]()

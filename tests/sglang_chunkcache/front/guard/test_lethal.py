@@ -29,10 +29,11 @@ from tests.e2e.lethal import LETHAL
 VOCAB = 1101
 
 
-def guard(*labels: str) -> tuple[Guard, Metrics]:
+def guard(*labels: str, mode: str = "null") -> tuple[Guard, Metrics]:
     """Of a server with the bundled model's vocabulary."""
     metrics = Metrics(prometheus=False)
-    return Guard(lambda: Limits(VOCAB, frozenset(labels)), lambda: metrics), metrics
+    limits = Limits(VOCAB, frozenset(labels), disaggregation=mode)
+    return Guard(lambda: limits, lambda: metrics), metrics
 
 
 def refused(*labels: str, **fields: Any) -> str:
@@ -43,7 +44,7 @@ def refused(*labels: str, **fields: Any) -> str:
 @pytest.mark.parametrize("case", LETHAL, ids=lambda case: case.id)
 def test_lethal_request_is_refused(case: Any) -> None:
     """Each that ends a stock server, by its field, and counted; `obj` stays as it was."""
-    looks, metrics = guard()
+    looks, metrics = guard(mode=case.mode)
     obj = GenerateReqInput(**case.body)
     before = copy.deepcopy(vars(obj))
     error = looks.refusal(obj)
@@ -136,6 +137,31 @@ def test_no_id_of_an_adapter_passes() -> None:
         error = looks.refusal(GenerateReqInput(**{"text": "hi", **fields}))
         assert str(error).startswith("lora_id: must be left out")
     assert looks.refusal(GenerateReqInput(text="hi", lora_path="a")) is None
+
+
+ROOM = {"bootstrap_host": "a", "bootstrap_port": 9, "bootstrap_room": 2**63 - 1}
+
+
+@pytest.mark.parametrize(
+    ("mode", "fields", "named"),
+    [
+        ("decode", ROOM, ""),
+        ("decode", {}, ""),
+        ("decode", {**TWO, **ROOM, "bootstrap_room": [1, 2]}, ""),
+        ("decode", {**ROOM, "bootstrap_room": [1], "sampling_params": {"n": 2}}, ""),
+        ("decode", {**TWO, **ROOM, "bootstrap_host": ["a", None]}, "bootstrap_room"),
+        ("decode", {**ROOM, "bootstrap_host": 5}, "bootstrap_host"),
+        ("decode", {**ROOM, "bootstrap_room": 2**63}, "bootstrap_room"),
+        ("prefill", {**ROOM, "bootstrap_room": "x"}, "bootstrap_room"),
+        ("prefill", {"bootstrap_room": 5}, ""),
+        ("null", {**ROOM, "bootstrap_room": [1], "bootstrap_host": None}, ""),
+    ],
+)
+def test_where_servers_meet_is_looked_at_in_a_pair(
+    mode: str, fields: dict[str, Any], named: str
+) -> None:
+    error = guard(mode=mode)[0].refusal(GenerateReqInput(**{"text": "hi", **fields}))
+    assert str(error or "").split(":")[0] == named
 
 
 def test_one_bad_item_of_a_batch_is_enough() -> None:
