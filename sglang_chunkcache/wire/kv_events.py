@@ -50,7 +50,10 @@ _decoder = msgspec.msgpack.Decoder(KvBatch)
 
 def decode_batch(payload: bytes) -> KvBatch:
     """Raises ValueError where it is none, or its parts do not fit together."""
-    batch = _decoder.decode(payload)
+    try:
+        batch = _decoder.decode(payload)
+    except RecursionError as error:  # also in what is left alone
+        raise ValueError(str(error)) from None
     for event in batch.events:
         if isinstance(event, BlockStored) and (
             event.block_size < 1

@@ -213,6 +213,7 @@ BAD = {
         msgspec.msgpack.encode([1.0, [{"type": "BlockRemoved", "block_hashes": ["x"]}], 0]),
         encoded([BlockStored([1, 2], None, [1], 1, None)]),
         encoded([BlockStored([1], None, [1, 2], 2, None)]),
+        b"\x93\x01\x91\x82\xa4type\xabBlockStored\xa1x" + b"\x91" * 100_000,
     ],
     "foreign": [encoded([AllBlocksCleared()], rank=3)],
 }
