@@ -137,7 +137,7 @@ class Intake:
         identity = _identity(raw_request, request, str(adapter) if adapter else None)
         fusion = fields.fusion_request(self._config)
         self._check_pair(fields, "conversation_id", "retrieve")
-        if self._config.is_paired and request.n != 1:
+        if self._config.is_paired and request.n not in (None, 1):
             # SGLang sends all of them, and a prefill before them, to one room
             raise RequestError("n: must be 1 with --disaggregation-mode")
         prefill = ""
