@@ -23,7 +23,6 @@ from sglang_chunkcache.front.bodies import (
     RagFields,
     RetrieveBody,
     RetrieveIn,
-    ReuseFields,
 )
 from sglang_chunkcache.front.conversation import claimed_history
 from sglang_chunkcache.front.misplaced import field_with_chunks
@@ -136,10 +135,7 @@ class Intake:
         adapter = request.model.partition(":")[2].strip() or request.lora_path
         identity = _identity(raw_request, request, str(adapter) if adapter else None)
         fusion = fields.fusion_request(self._config)
-        self._check_pair(fields, "conversation_id", "retrieve")
-        if self._config.is_paired and request.n not in (None, 1):
-            # SGLang sends all of them, and a prefill before them, to one room
-            raise RequestError("n: must be 1 with --disaggregation-mode")
+        self._check_pair(fields, request.n or 1)
         prefill = ""
         if request.continue_final_message:
             messages, prefill = begun_answer(messages)
@@ -285,17 +281,22 @@ class Intake:
 
     # Private, in order of use
 
-    def _check_pair(self, fields: ReuseFields, *others: str) -> None:
+    def _check_pair(self, fields: RagFields, num_answers: int) -> None:
         """Raise RequestError for what depends on a server's past: a prefill and a decode server
         make the prompt each for itself, and the second reads the KV of the first's."""
         if not self._config.is_paired:
             return
-        asked = [name for name in others if getattr(fields, name) is not None]
-        asked += ["order"] if fields.order not in (None, "retriever") else []
-        if asked:
+        asked = {
+            "order": fields.order not in (None, "retriever"),
+            "conversation_id": fields.conversation_id is not None,
+            "retrieve": fields.retrieve is not None,
+            # SGLang sends all of them, and a prefill before them, to one room
+            "n": num_answers > 1,
+        }
+        for name in (name for name, is_asked in asked.items() if is_asked):
             raise RequestError(
-                f"{asked[0]}: not with --disaggregation-mode, whose two servers must make the same"
-                " prompt"
+                f"{name}: not with --disaggregation-mode, whose two servers must make the same"
+                " prompt for one answer"
             )
 
     def _check_counts(self, body: dict[str, Any]) -> None:
