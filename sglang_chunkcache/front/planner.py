@@ -64,7 +64,8 @@ class Planner:
         ids, spans = draft.assemble(ordered)
         self._check_length(len(ids), draft.options)
         area = leading_area(spans)
-        num_exact = ordering.held_len + ordering.planned_len - ordering.num_fused
+        mirror, held_len = self._bookkeeper.mirrors[rank], ordering.held_len
+        num_exact = held_len + ordering.planned_len - ordering.num_fused
         expected = None
         if fusion is None:
             # reasons of exact reuse; with moved KV the rank's report has its own
@@ -74,7 +75,7 @@ class Planner:
                 ids,
                 spans,
                 area_len=len(area),
-                held_len=ordering.held_len,
+                held_len=held_len,
                 rank=rank,
                 epochs=self._epochs(),
             )
@@ -97,7 +98,8 @@ class Planner:
             terms=terms,
             expected=expected,
             is_away=is_away,
-            border=self._bookkeeper.mirrors[rank].border,
+            border=mirror.border,
+            held_len=held_len if held_len or mirror.holds_behind(namespace) else None,
         )
 
     # Private, in order of use

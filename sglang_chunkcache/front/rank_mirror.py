@@ -121,6 +121,11 @@ class RankMirror:
             "resyncs": self.num_resyncs,
         }
 
+    def holds_behind(self, namespace: str) -> bool:
+        """Whether it is taken to hold any chunk behind this head."""
+        root = self._tree.nodes.root(namespace)
+        return root is not None and any(child.is_held(self.rank) for child in root.child_nodes())
+
     def answered(self, planned: Planned, cached: int | None) -> None:
         """The prompt is computed. `cached`: tokens of it that were found; None: not known. A rank
         that reports tells what became of it."""

@@ -228,6 +228,8 @@ class Planned:
     """Another rank has more of its conversation's history."""
     border: int = 0
     """By so many tokens less than what is there a match of its rank's may be."""
+    held_len: int | None = None
+    """Leading chunks of `area` that the rank is taken to hold; None: nothing behind its head."""
 
     def is_found(self, span: Span, num_found: int) -> bool:
         """Whether the chunk is among the prompt's first tokens, of which so many were found."""

@@ -15,6 +15,7 @@ correct both. A wrong view costs hits, never an answer.
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 from typing import Any
 
 from radix_ext import ChainId, ChainNode, ChunkPrefixTree, Tier
@@ -84,12 +85,13 @@ class StockMirror(RankMirror):
     # Private, in order of use
 
     def _correct(self, planned: Planned, cached: int) -> None:
-        """Drop what would have been found."""
-        area, expected = planned.area, planned.expected
+        """Drop what would have been found: what came after it was planned is there all the same."""
+        area, expected, held_len = planned.area, planned.expected, planned.held_len
         # a match of less than a page says nothing of chunks that end in that page
         found = sum(span.end - planned.border <= cached for span in area)
         if (
             found == len(area)
+            or held_len is None
             or planned.is_short
             or (
                 # it may well be there: SGLang does not look so far
@@ -97,12 +99,14 @@ class StockMirror(RankMirror):
             )
         ):
             return
+        lost: Iterable[ChainNode] = ()
         if cached + self.border < area[0].start:  # without its head nothing of a namespace is there
             root = self._tree.nodes.root(planned.namespace)
             lost = () if root is None else root.child_nodes()
-        else:
-            lost = self._tree.match(planned.namespace, (each.id for each in planned.chain))[found:]
-        for node in lost[:1] if found else lost:
+        elif found < held_len:
+            path = self._tree.match(planned.namespace, (each.id for each in planned.chain))
+            lost = path[found : found + 1]
+        for node in lost:
             if node.is_held(self.rank):
                 self.num_corrections += 1
                 self._drop(node)

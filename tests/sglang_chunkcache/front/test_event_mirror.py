@@ -84,6 +84,19 @@ def test_stored_and_removed_chunks_are_known(page_size: int) -> None:
     assert told["chunk_nodes"] == 2
 
 
+def test_events_before_the_answer_are_no_corrections() -> None:
+    """They tell of what this very request computes, and of what follows it for another."""
+    bench = HearingBench(4)
+    first, second = (bench.ask("q", *each, order="retriever") for each in ((A, B), (A, C)))
+    for request in (first, second):
+        bench.rank.run(request.input_ids, [65, 66])
+    bench.listen()
+    for request in (first, second):
+        bench.observe(request, make_output([65, 66], 0, "stop", 0, None))
+        bench.end(request)
+    assert (held(bench, A, B), held(bench, A, C), bench.mirror.num_corrections) == (2, 2, 0)
+
+
 def test_eviction_that_is_told_late_changes_nothing() -> None:
     """The answer comes first, and shows what has left; what is stored again is there again."""
     bench = HearingBench(4)
