@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -20,7 +20,8 @@ from eval.http import post
 from eval.random_model import SHAPES, write_random_model
 from eval.server import Server
 from eval.task import Request, Source, load_task, requests_of
-from tests.e2e.asking import CHAT, flush
+from tests.e2e.asking import CHAT, EXPLAIN, flush
+from tests.polling import until
 from tests.soak.answers import (
     LOGPROBS,
     NEVER_REUSE,
@@ -75,8 +76,11 @@ def sent(server: Server, requests: Sequence[Request], order: str) -> list[Seen]:
     flush(server)
     found = list[Seen]()
     for request in requests:
-        reply = post(server.url + CHAT, rag_body(request, NEW, order=order, **LOGPROBS))
+        body = rag_body(request, NEW, order=order)
+        reply = post(server.url + CHAT, {**body, **LOGPROBS})
         told = reply["chunkcache"]
+        # SGLang's events may come after the answer
+        until(lambda: _num_planned(server, body) == len(told["order"]), every_s=0.002)  # noqa: B023
         found.append(
             Seen(
                 told["fates"]["exact"],
@@ -86,6 +90,11 @@ def sent(server: Server, requests: Sequence[Request], order: str) -> list[Seen]:
             )
         )
     return found
+
+
+def _num_planned(server: Server, body: dict[str, Any]) -> int:
+    """Chunks that the front takes for cached."""
+    return int(post(server.url + EXPLAIN, body)["chunks_planned"])
 
 
 Runs = dict[tuple[str, int, str, str], list[Seen]]
