@@ -222,6 +222,9 @@ def _choose_tree(server_args: Any, fail: Callable[[str], NoReturn]) -> bool:
         fail(str(error))
     if settings.is_stock and not asked.is_stock:
         _say(f"chunk cache: found {', '.join(found)}: the tree is SGLang's, and no KV is moved")
+    if settings.order != asked.order:
+        flag = config.flag_name("order")
+        _say(f"chunk cache: {flag} {settings.order}: both servers must make the same prompt")
     os.environ.update(settings.to_env())
     return not settings.is_stock
 
