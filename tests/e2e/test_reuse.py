@@ -186,6 +186,37 @@ def test_recomputing_everything_equals_full_prefill(fused_server: Server, select
             assert text_of(reply) == full_prefill(fused_server, asked, question)
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"regex": "[A-M][a-z]{3,9}"},
+        {"response_format": {"type": "json_object"}},
+        {"top_logprobs": 3},
+        {"logit_bias": {"40": 50}},
+        {"frequency_penalty": 1.5, "min_tokens": 8},
+    ],
+    ids=str,
+)
+def test_what_reads_logits_reads_those_of_the_pass(
+    fused_server: Server, world: World, salt: str, fields: dict[str, Any]
+) -> None:
+    """The question's rows are in it, and its logits are the forward's."""
+    before = world.passages[:4]
+    asked, question = before[1:] + before[:1], fact_of(before[2], world)
+    cached(fused_server, before, salt, question)
+    tail = rank_of(fused_server)["moves"]["tokens"].get("tail", 0)
+    reuse = fused("critical", 1.0)
+    moved = ask(fused_server, asked, question, cache_salt=salt, reuse=reuse, **fields)
+    assert moved["chunkcache"]["fates"]["recomputed"] > 60
+    assert rank_of(fused_server)["moves"]["tokens"]["tail"] > tail
+    alone = ask(fused_server, asked, question, cache_salt=f"{salt}alone", **fields)
+    assert alone["chunkcache"]["fates"]["exact"] == 0
+    contents = [[each["message"]["content"] for each in r["choices"]] for r in (moved, alone)]
+    assert contents[0] == contents[1]
+    assert logprobs_of(moved) == pytest.approx(logprobs_of(alone), abs=1e-4)
+
+
 def test_what_moving_takes_is_estimated_and_compared(
     fused_server: Server, world: World, salt: str
 ) -> None:

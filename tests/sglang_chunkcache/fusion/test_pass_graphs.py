@@ -46,6 +46,7 @@ def runner(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Iterator[Any]:
     """With graphs, and any KV. The rotary kernel of Qwen3-MoE writes K/V at all rows of a graph."""
+    assert not recompute.REPLAYS, "off until its test has passed on a GPU"
     monkeypatch.setattr(recompute, "REPLAYS", True)
     if request.param == "gpu":
         models.write_model(tmp_path, "llama", dtype=torch.bfloat16, head_dim=64)
