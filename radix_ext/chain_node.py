@@ -61,6 +61,12 @@ class ChainNode:
             return ()
         return tuple(children.values()) if isinstance(children, dict) else (children,)
 
+    def has_held_child(self, rank: int) -> bool:
+        """Whether this rank holds a child; a head may have as many as there are chunks."""
+        children = self.children
+        each = children.values() if isinstance(children, dict) else self.child_nodes()
+        return any(child.is_held(rank) for child in each)
+
     def tier(self, rank: int) -> Tier | None:
         """Where this rank holds the node, None if it does not."""
         packed = self.tiers >> 2 * rank & 3

@@ -122,9 +122,9 @@ class RankMirror:
         }
 
     def holds_behind(self, namespace: str) -> bool:
-        """Whether it is taken to hold any chunk behind this head."""
-        root = self._tree.nodes.root(namespace)
-        return root is not None and any(child.is_held(self.rank) for child in root.child_nodes())
+        """Whether it is taken to hold any chunk behind this head. A rank that reports is never
+        corrected, so nobody asks of it."""
+        return False
 
     def answered(self, planned: Planned, cached: int | None) -> None:
         """The prompt is computed. `cached`: tokens of it that were found; None: not known. A rank

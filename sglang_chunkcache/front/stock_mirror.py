@@ -40,6 +40,10 @@ class StockMirror(RankMirror):
         self._pool: int | None = None
         """Tokens that the rank can hold. None: it has not said."""
 
+    def holds_behind(self, namespace: str) -> bool:
+        root = self._tree.nodes.root(namespace)
+        return root is not None and root.has_held_child(self.rank)
+
     def answered(self, planned: Planned, cached: int | None) -> None:
         """What was found is there, and so is what was computed."""
         if not planned.chain:

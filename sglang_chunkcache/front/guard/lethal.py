@@ -221,13 +221,14 @@ def _is_no_room(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
     """In which a prefill and a decode server meet."""
     if limits.disaggregation == "null":
         return False
-    is_list = _is_for_another_prompt(value, fields, limits) and not _has_several_answers(fields)
-    return is_list or _is_beyond(value, -INT64_END, INT64_END - 1) or _lacks_host(fields, limits)
+    is_outside = _is_beyond(value, -INT64_END, INT64_END - 1)
+    return _is_list_for_one(value, fields) or is_outside or _lacks_host(fields, limits)
 
 
 def _is_no_host(value: Any, fields: Mapping[str, Any], limits: Limits) -> bool:
-    is_list = _is_for_another_prompt(value, fields, limits) and not _has_several_answers(fields)
-    return limits.disaggregation == "decode" and (is_list or _are_no_strings(value, fields, limits))
+    return limits.disaggregation == "decode" and (
+        _is_list_for_one(value, fields) or _are_no_strings(value, fields, limits)
+    )
 
 
 def _lacks_host(fields: Mapping[str, Any], limits: Limits) -> bool:
@@ -235,10 +236,11 @@ def _lacks_host(fields: Mapping[str, Any], limits: Limits) -> bool:
     return limits.disaggregation == "decode" and None in _each(fields["bootstrap_host"])
 
 
-def _has_several_answers(fields: Mapping[str, Any]) -> bool:
-    """Then SGLang makes a batch of one prompt."""
+def _is_list_for_one(value: Any, fields: Mapping[str, Any]) -> bool:
+    """For one prompt and one answer: of several answers SGLang makes a batch."""
     params = fields["sampling_params"]
-    return isinstance(params, dict) and params.get("n") not in (None, 1)
+    is_batch = isinstance(params, dict) and params.get("n") not in (None, 1)
+    return isinstance(value, list) and _is_single(fields) and not is_batch
 
 
 def _is(*kinds: type) -> IsLethal:
@@ -319,11 +321,7 @@ REQUEST_RULES = _rules(
         "lora_path",
         "be a string for one prompt",
         "with adapters it is a list of ids, and is added to `extra_key`",
-        lambda value, fields, limits: (
-            bool(value)
-            and _is_for_another_prompt(value, fields, limits)
-            and not _has_several_answers(fields)
-        ),
+        lambda value, fields, limits: bool(value) and _is_list_for_one(value, fields),
     ),
     Rule(
         "bootstrap_room",

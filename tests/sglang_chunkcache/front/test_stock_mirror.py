@@ -112,16 +112,13 @@ def test_what_was_not_found_has_left_with_all_behind_it() -> None:
 def test_what_has_come_since_it_was_planned_stays() -> None:
     """Two run at once, and neither finds what the other computes: behind the same chunk, and behind
     the same head alone."""
-    bench = make_bench()
     for others in ((A, B), (C,)):
-        first, second = (
-            bench.ask("q", *each, order="retriever") for each in (others, (A, D))
-        )
+        bench = make_bench()
+        first, second = (bench.ask("q", *each, order="retriever") for each in (others, (A, D)))
         bench.reply(first, cached=0)
         bench.reply(second, cached=0)
         assert (held(bench, *others), held(bench, A, D)) == (len(others), 2)
         assert mirror_of(bench).num_corrections == 0
-        bench = make_bench()
 
 
 def test_without_its_head_nothing_is_there() -> None:
