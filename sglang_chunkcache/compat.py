@@ -11,6 +11,8 @@ asks for features, never for a version.
     InsertParams.chunked: nothing is a hit   inserted_len: what is inserted already is none
     model runner: tp_group, tp_size ...      get_parallel(): the same names
     KV events say no adapter                 in the format `dynamo`
+    their publisher binds by its address     or by `bind`
+    batches told again come without a topic  with it, as all others
 
     until 0.5.22                             from 0.5.23 on
     MHATokenToKVPoolHost of a device pool    of the pool's description of itself
@@ -53,6 +55,8 @@ COUNTS_BY_PIECE = hasattr(InsertParams, "chunked")
 """Whether a request's nodes count a hit or none, not those alone that it had not inserted yet."""
 EVENT_FORMAT = {"format": "dynamo"} if "format" in KVEventsConfig.model_fields else {}
 """Of KV events that say adapters, and whose hashes tell an `extra_key`."""
+END_OF_REPLAY = b"\xff" * 8
+"""Where a batch's number would be."""
 
 
 class Tree21(RadixCache):  # type: ignore[misc]
@@ -204,6 +208,24 @@ def replayed(runner: Any, backend: Any, batch: Any) -> torch.Tensor | None:
         raise raised
     # a copy: the next replay writes the same rows
     return hidden[:num_tokens].clone()  # type: ignore[no-any-return]
+
+
+def tells_adapter(config: KVEventsConfig) -> bool:
+    """Whether KV events by this configuration say the adapter's name."""
+    return bool(config.model_dump().get("format") == "dynamo")
+
+
+def says_bound(config: KVEventsConfig) -> bool | None:
+    """Whether the publisher is told to bind its address. None: the address decides."""
+    is_bound: bool | None = config.model_dump().get("bind")
+    return is_bound
+
+
+def replayed_batch(frames: list[bytes]) -> tuple[int, bytes] | None:
+    """A KV event batch that was asked for again: its number and itself. None: it was the last."""
+    if len(frames) < 2 or frames[-2] == END_OF_REPLAY:
+        return None
+    return int.from_bytes(frames[-2], "big"), frames[-1]
 
 
 def dcp_size(args: Any) -> int:

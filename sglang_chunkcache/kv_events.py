@@ -81,8 +81,7 @@ def sources(args: Any) -> list[Source]:
     if not args.kv_events_config or args.nnodes > 1:
         return []
     config = KVEventsConfig.from_cli(args.kv_events_config)
-    given, replay = config.model_dump(), config.replay_endpoint
-    endpoint = _local(config.endpoint, given.get("bind"))
+    endpoint, replay = _local(config.endpoint, compat.says_bound(config)), config.replay_endpoint
     if config.publisher != "zmq" or endpoint is None:
         return []
     of_rank = ZmqEventPublisher.offset_endpoint_port
@@ -91,7 +90,7 @@ def sources(args: Any) -> list[Source]:
             of_rank(endpoint, rank),
             of_rank(replay and _local(replay, True), rank),  # it is always bound
             config.topic,
-            given.get("format") == "dynamo",
+            compat.tells_adapter(config),
         )
         for rank in range(args.dp_size)
     ]

@@ -13,6 +13,7 @@ import logging
 import zmq
 import zmq.asyncio
 
+from sglang_chunkcache import compat
 from sglang_chunkcache.front.event_mirror import EventMirror
 from sglang_chunkcache.kv_events import Source
 
@@ -60,11 +61,9 @@ async def replayed(endpoint: str, start: int, end: int) -> list[tuple[int, bytes
     try:
         await socket.send_multipart((b"", start.to_bytes(8, "big")))
         async with asyncio.timeout(REPLAY_S):
-            # the topic may be in front
-            while len(frames := await socket.recv_multipart()) > 1 and frames[-2] != b"\xff" * 8:
-                seq = int.from_bytes(frames[-2], "big")
-                if start <= seq < end:
-                    found.append((seq, frames[-1]))
+            while batch := compat.replayed_batch(await socket.recv_multipart()):
+                if start <= batch[0] < end:
+                    found.append(batch)
     except TimeoutError:
         pass  # what is missing is a gap
     finally:

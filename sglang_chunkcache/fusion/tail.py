@@ -57,7 +57,7 @@ def given(runner: Any, hidden: Tensor) -> Iterator[None]:
     """In the block the runner's inner model gives `hidden`, [n, hidden_size] of the batch's rows.
     A captured graph would not ask it."""
     inner, graphs = runner.model.model, runner.prefill_cuda_graph_runner
-    compiled = vars(inner).get("forward")  # 0.5.21's piecewise graphs have one of their own
+    compiled = vars(inner).get("forward")  # piecewise graphs have one of their own
     inner.forward = lambda *args, **kwargs: hidden  # hides the class's until it is deleted
     runner.prefill_cuda_graph_runner = None
     try:
