@@ -55,7 +55,7 @@ from eval.replay.page import About, write_page
 from eval.replay.ranks import RanksReplay
 from eval.replay.summary import MIN_BLOCKS, summarize
 from eval.replay.survey import Survey, survey
-from eval.replay.task_trace import WORLD_REQUESTS, task_requests
+from eval.replay.task_trace import GENERATED_REQUESTS, task_requests
 from eval.replay.timed import (
     TimedArm,
     add_timed_options,
@@ -174,7 +174,7 @@ def _parser() -> argparse.ArgumentParser:
     text = "conversations of a task under way, whose turns come in any order (--seed); default: 1"
     add("--at-once", metavar="N", type=_at_least(1), default=1, help=text)
     add("--components", type=Path, help="lengths by chunk id, as RAGPulse has them; format below")
-    text = f"use only the first N requests; default: all, of task world {WORLD_REQUESTS}"
+    text = f"use only the first N requests; default: all, of generated tasks {GENERATED_REQUESTS}"
     add("--max-requests", type=_at_least(1), help=text)
     text = (
         "what stands between passages in a message of --log, a regular expression; what is before"

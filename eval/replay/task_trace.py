@@ -13,9 +13,10 @@ from eval.replay.trace import TraceRequest
 from eval.task import Source, load_task, requests_of
 from radix_ext import Chunk, ChunkId
 
-WORLD_REQUESTS = 1000
-"""Default number of requests of the generated world, which is unlimited;
-of a data set all are used."""
+GENERATED = ("world", "recurring")
+"""Tasks that have no end."""
+GENERATED_REQUESTS = 1000
+"""Default number of their requests; of a data set all are used."""
 
 
 def task_requests(options: argparse.Namespace) -> list[TraceRequest]:
@@ -23,7 +24,7 @@ def task_requests(options: argparse.Namespace) -> list[TraceRequest]:
 
     Raises CommandError: it has no passages."""
     num_requests = options.max_requests or (
-        WORLD_REQUESTS if options.task == "world" else sys.maxsize
+        GENERATED_REQUESTS if options.task in GENERATED else sys.maxsize
     )
     source = Source(
         options.task, options.data, requests=num_requests, k=max(options.k) if options.k else None

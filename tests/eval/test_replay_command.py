@@ -18,7 +18,7 @@ import pytest
 from eval.__main__ import main
 from eval.replay.exact import Replay
 from eval.replay.ordering import TAIL_POLICIES
-from eval.replay.task_trace import WORLD_REQUESTS
+from eval.replay.task_trace import GENERATED_REQUESTS
 from eval.run import read_record
 
 Request = dict[str, Any]
@@ -172,13 +172,20 @@ def test_what_cannot_be_replayed_is_one_clear_line(
     assert message in err
 
 
-@pytest.mark.parametrize(("options", "num"), [("--max-requests 20", 20), ("", WORLD_REQUESTS)])
+@pytest.mark.parametrize(
+    ("options", "num"),
+    [
+        ("world --max-requests 20", 20),
+        ("world", GENERATED_REQUESTS),
+        ("recurring", GENERATED_REQUESTS),
+    ],
+)
 def test_task_is_replayed_as_a_trace(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: str, num: int
 ) -> None:
-    """The generated world's requests, by name; its chunks recur, and it has no end of its own."""
-    command = ["replay", "--task", "world", "--json", "--out", str(tmp_path / "run")]
-    assert main([*command, *f"--order retriever tree {options}".split()]) == 0
+    """A generated task's requests, by name; its chunks recur, and it has no end of its own."""
+    command = ["replay", "--json", "--out", str(tmp_path / "run"), "--task"]
+    assert main([*command, *f"{options} --order retriever tree".split()]) == 0
     results = json.loads(capsys.readouterr().out)
     assert [cell["num_requests"] for cell in results["cells"]] == [num, num]
     assert results["overlap"]["seen_before"]["value"] > 0
