@@ -36,7 +36,6 @@ from radix_ext.errors import (
     SpanError,
 )
 from radix_ext.eviction import Aging
-from radix_ext.exact_growth import ExactGrowth
 from radix_ext.fusion_request import FusionRequest, Need
 from radix_ext.heads import Heads, Outline, Parting
 from radix_ext.homes import held_history
@@ -64,7 +63,6 @@ __all__ = [
     "ChunkPrefixTree",
     "ConversationKey",
     "ConversationMap",
-    "ExactGrowth",
     "FusionRequest",
     "Heads",
     "Home",

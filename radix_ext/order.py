@@ -30,7 +30,7 @@ from radix_ext.access_table import AccessTable
 from radix_ext.chain_node import ChainNode, Tier, held_mask, planned_mask
 from radix_ext.chunk import Chunk, ChunkId, fused_chunk
 from radix_ext.errors import ChunkError
-from radix_ext.exact_growth import ExactGrowth
+from radix_ext.exact_growth import growing_tail
 from radix_ext.prefix_tree import ChunkPrefixTree
 
 OrderPolicy = Literal["retriever", "frequency", "tree"]
@@ -76,7 +76,7 @@ def order_chunks(
     rank: int | None,
     max_visits: int,
     recipe: str | None = None,
-    growth: ExactGrowth | None = None,
+    grows_from: int | None = None,
     host_worth: float = 1.0,
 ) -> Ordering:
     """Order one request's chunks, given in retriever order, for `rank` (None: any). Changes neither
@@ -86,7 +86,8 @@ def order_chunks(
         table: without this request, or all of its chunks would count as seen.
         max_visits: nodes that the search looks into, or the number of chunks where that is more.
         recipe: has made the fused chains that the request may follow. None: exact chains alone.
-        growth: matters for `tree`, behind an exact chain. None: an exact request.
+        grows_from: accesses of a chunk that a fused request's exact chain may grow by; matters for
+            `tree`. None: an exact request.
         host_worth: what a token that `rank` has in host memory counts, of one on the device:
             1 - time to load / time to compute it.
     Raises:
@@ -104,7 +105,7 @@ def order_chunks(
         path = _longest_chain(root, tuple(by_id), tuple(fused), rank, max_visits, host_worth)
         ordered = [by_id.pop(fused.get(node.chunk_id, node.chunk_id)) for node in path]
         is_exact = not path or path[-1].chunk_id not in fused
-        ordered += _tail(list(by_id.values()), table, growth if is_exact else None)
+        ordered += _tail(list(by_id.values()), table, grows_from if is_exact else None)
     else:
         ordered = list(chunks)
         if policy == "frequency":
@@ -212,9 +213,9 @@ def _most_hit(
     return [level[index] for index in sorted(kept)]
 
 
-def _tail(chunks: list[Chunk], table: AccessTable, growth: ExactGrowth | None) -> list[Chunk]:
-    if growth is not None:
-        return growth.tail(chunks, table)
+def _tail(chunks: list[Chunk], table: AccessTable, grows_from: int | None) -> list[Chunk]:
+    if grows_from is not None:
+        return growing_tail(chunks, table, grows_from)
     return sorted(chunks, key=lambda chunk: table.count(chunk.id) == 0)
 
 

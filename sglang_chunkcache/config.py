@@ -274,11 +274,6 @@ class CostConfig:
     """When chunks are moved. `pays`: where that is estimated to bring the first token sooner than
     computing, by what the server measures of itself. `always`: wherever there is a source, which is
     for tests and for quality: it may be slower."""
-    exact_gaps: int = knob(1, low=0)
-    """Chunks per fused request that are computed exactly though they could be moved. Moved KV ends
-    a prompt's exact chain for all who follow, so the chain grows by so many promoted chunks first.
-    With 1 the requests of RAGPulse find nearly as much exactly as without moved KV, at .58 of its
-    computing (radix_ext/README.md)."""
     recompute_attention: str = knob("auto", choices=("auto", "masked", "sparse"))
     """Attention of the recompute pass (also --recompute-attention). `masked` is torch alone and
     computes hidden keys too. `sparse` is FlashInfer's kernel that is fastest here for each pass,

@@ -6,10 +6,9 @@ the server's defaults. Each request is served alone:
 
     order, match    the exact chain, of which host memory has the end (fused_host.py); then fused
                     nodes of the same recipe, which only a question-independent selector shares
-    grow            promoted chunks after the exact prefix, and those cached nowhere, are computed
-                    exactly (radix_ext/exact_growth.py)
     plan            for what follows, from copies in the tree and variants in the store; its sources
-                    count a use
+                    count a use. With prices the exact chain grows where that costs little
+                    (radix_ext/exact_growth.py)
     insert, evict   from the first moved chunk on under keys that name the recipe: no exact request
                     matches them
     save, capture   exact chains that are worth it, and chunks with enough accesses whose KV was
@@ -26,6 +25,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, takewhile
 from math import log
 from operator import gt
@@ -43,7 +43,6 @@ from radix_ext import (
     Chunk,
     ChunkId,
     ChunkPrefixTree,
-    ExactGrowth,
     FusionRequest,
     Span,
     Tier,
@@ -53,7 +52,7 @@ from radix_ext import (
 from radix_ext.capture_queue import CaptureQueue, Waiting
 from radix_ext.cfo import Attention, Scored
 from radix_ext.costs import Costs, Phase, Work, extend_work, seconds
-from radix_ext.exact_growth import exact_gaps
+from radix_ext.exact_growth import exact_gaps, grown
 from radix_ext.loading import WaitPolicy, num_fitting
 from radix_ext.moved_plan import (
     Candidate,
@@ -167,8 +166,7 @@ class FusedReplay:
             focus="spare" if config.selector == "context" else "off",
             always=config.move == "always",
         )
-        grows = not self._fusion.plain and settings.order == "tree"
-        self._growth = ExactGrowth(config.exact_gaps if grows else 0, settings.threshold)
+        self._grows = not self._fusion.plain and settings.order == "tree"
         self._limits = Limits(config.max_pass_tokens or prefill_budget, config.max_gap_tokens)
         self._timing = timing
         if timing is not None:
@@ -348,7 +346,6 @@ class FusedReplay:
                 (self.num_requests - 1) * self._share
             )
             shared = recipe if is_fused and not self._fusion.asks_the_question else None
-            growth = self._growth if is_fused and not self._fusion.plain else None
             chunks = order_chunks(
                 by.order,
                 by.tail,
@@ -357,7 +354,7 @@ class FusedReplay:
                 rank=_RANK,
                 max_visits=visits,
                 recipe=shared,
-                growth=growth,
+                grows_from=by.threshold if is_fused and self._grows else None,
             ).chunks
             return _History(chunks, tuple(chunk.id for chunk in chunks), recipe, is_fused, head)
         shown = {chunk.id for chunk in history.chunks} if self._settings.dedup == "shown" else ()
@@ -383,8 +380,8 @@ class FusedReplay:
         def candidates(chunk: ChunkId, head: str = "") -> list[Candidate]:
             return self._sources.candidates(chunk, head, coming=coming.get(chunk, ()))
 
-        exact = self._exact_gaps(prompt, spans, start, candidates) if grows else frozenset[int]()
-        return make_plan(
+        make = partial(
+            make_plan,
             spans,
             start=start,
             limit=spans[-1].end,
@@ -392,10 +389,13 @@ class FusedReplay:
             fusion=self._fusion,
             limits=self._limits,
             heads=(prompt.head,) * len(spans),
-            exact=exact,
             num_tokens=spans[-1].end + question_len,
             costs=self._timing and self._timing.costs,
         )
+        if not (grows and self._grows):
+            return make()
+        gaps = partial(self._exact_gaps, prompt, spans, start, candidates)
+        return grown(lambda exact: make(exact=exact), gaps)
 
     def _admit(
         self, prompt: _History, spans: Sequence[Span], arrival: float, question_len: int
@@ -463,7 +463,6 @@ class FusedReplay:
             start=start,
             limit=spans[-1].end,
             promoted_len=self._table.promoted_run(ids[: len(area)], self._settings.threshold),
-            num_chunks=self._growth.num_chunks,
             can_move=lambda chunk: bool(candidates(chunk)),
         )
 

@@ -25,7 +25,6 @@ KNOBS = (
     "store_threshold",
     "max_pass_tokens",
     "max_gap_tokens",
-    "exact_gaps",
 )
 """Settings of the server that a fused replay has too, with the same defaults."""
 NUMBERS = (

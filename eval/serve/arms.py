@@ -84,8 +84,7 @@ def _fused(name: str, summary: str, *flags: str, **body: Any) -> Arm:
 def _paper(name: str, summary: str, *flags: str, order: str = "retriever", **reuse: Any) -> Arm:
     """What can be moved is moved, as in the papers, whatever it costs and whatever becomes of the
     answers."""
-    # no exact gaps: no paper computes a chunk that could be moved for the sake of later chains
-    always = "--chunkcache-move", "always", "--chunkcache-exact-gaps", "0"
+    always = "--chunkcache-move", "always"
     return _fused(
         name, summary, *always, *UNAUDITED, *flags, order=order, reuse={"mode": "fused", **reuse}
     )

@@ -151,7 +151,7 @@ class Bookkeeper:
             is_preprocessing=is_preprocessing,
             fusion=fusion,
             is_later_turn=planned.draft.num_turns + planned.draft.num_rendered > 0,
-            exact_gaps=planned.exact_gaps,
+            grows=planned.grows,
         )
 
     def packed(self, spans: RequestSpans) -> dict[str, str]:

@@ -13,7 +13,6 @@ from typing import cast
 
 from radix_ext import (
     Chunk,
-    ExactGrowth,
     Ordering,
     OrderPolicy,
     Span,
@@ -51,11 +50,10 @@ class Planner:
         namespace = namespace_of(draft.head, identity.extra_key, identity.cache_salt, identity.lora)
         start = time.perf_counter()
         policy = draft.options.order or cast(OrderPolicy, self._config.order)
-        growth, fusion = None, draft.options.fusion
+        fusion = draft.options.fusion
         # only chains that the tree's order aims for: other orders stay as their papers have them
-        if fusion is not None and not fusion.plain and policy == "tree":
-            growth = ExactGrowth(self._config.exact_gaps, self._config.promotion_threshold)
-        rank, ordering, is_away = self._decide(draft, namespace, policy, growth)
+        grows = fusion is not None and not fusion.plain and policy == "tree"
+        rank, ordering, is_away = self._decide(draft, namespace, policy, grows=grows)
         seconds = time.perf_counter() - start
         by_id = {item.chunk.id: item for item in draft.chunks}
         ordered = (
@@ -91,10 +89,10 @@ class Planner:
             rank,
             order=[*(draft.labels[item.chunk.id] for item in ordered), *draft.later_labels],
             planned_len=num_exact,
-            fused_from=self._fused_from(draft, area, num_exact, ordering.num_fused, growth),
+            fused_from=self._fused_from(draft, area, num_exact, ordering.num_fused),
             fusion=fusion,
             order_seconds=seconds,
-            exact_gaps=growth.num_chunks if growth else 0,
+            grows=grows,
             terms=terms,
             expected=expected,
             is_away=is_away,
@@ -115,7 +113,7 @@ class Planner:
         return draft, terms
 
     def _decide(
-        self, draft: Draft, namespace: str, policy: OrderPolicy, growth: ExactGrowth | None
+        self, draft: Draft, namespace: str, policy: OrderPolicy, *, grows: bool
     ) -> tuple[int, Ordering, bool]:
         """(rank, its order, whether another rank has more of the history)."""
         router, rank = self._bookkeeper.router, draft.options.rank
@@ -151,7 +149,7 @@ class Planner:
                 rank=rank,
                 max_visits=self._config.max_search_visits,
                 recipe=recipe,
-                growth=growth,
+                grows_from=self._config.promotion_threshold if grows else None,
                 host_worth=worths.get(rank, 1.0),
             )
             for rank in ranks
@@ -183,24 +181,19 @@ class Planner:
         return held_history(turns, epochs, recipe=recipe)
 
     def _fused_from(
-        self,
-        draft: Draft,
-        area: Sequence[Span],
-        num_exact: int,
-        num_fused: int,
-        growth: ExactGrowth | None,
+        self, draft: Draft, area: Sequence[Span], num_exact: int, num_fused: int
     ) -> int:
         """From which chunk on the KV is expected fused: where fused KV is found, or at a chunk that
-        was asked for before, so that there is a source of it, and that is none of those the exact
-        chain grows by.
+        was asked for before, so that there is a source of it. Whether the exact chain grows by that
+        one is the rank's decision.
         """
         if draft.options.fusion is None:
             return len(area)
         if num_fused:
             return num_exact
         table = self._bookkeeper.tables.of(draft.identity.tenant)
-        asked = [n for n in range(num_exact, len(area)) if table.count(area[n].chunk)]
-        return next(iter(asked[growth.num_chunks if growth else 0 :]), len(area))
+        asked = (n for n in range(num_exact, len(area)) if table.count(area[n].chunk))
+        return next(asked, len(area))
 
     def _check_length(self, prompt_len: int, options: Options) -> None:
         answer_len = max(1, options.max_new_tokens or 1)

@@ -218,8 +218,8 @@ class Planned:
     fusion: FusionRequest | None
     order_seconds: float
     """What ordering and routing took."""
-    exact_gaps: int = 0
-    """Chunks that its exact chain may grow by although they could be moved."""
+    grows: bool = False
+    """Its exact chain may grow by a chunk that could be moved."""
     terms: AuditDecision | None = None
     """Of the audit. None: it asks for no moved KV, or nothing is audited."""
     expected: Expected | None = None

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
@@ -16,7 +15,7 @@ from sglang.srt.mem_cache.base_prefix_cache import MatchResult
 
 from radix_ext import ChunkId, FusionRequest, text_before
 from radix_ext.costs import explores
-from radix_ext.exact_growth import exact_gaps
+from radix_ext.exact_growth import exact_gaps, grown
 from radix_ext.moved_plan import Candidate, Limits, ReusePlan, make_plan, seconds_saved
 from radix_ext.sources import NOTHING, ChunkSources, Coming
 from sglang_chunkcache import compat
@@ -80,10 +79,10 @@ class Planner:
                     fusion = choice  # what follows is keyed by the same recipe
                     break
         try:
-            gaps = self._exact_gaps(key, spans, exact, node) if start == exact else frozenset()
-            plan = self._plan(req, key, fusion, start, gaps)
+            grows = spans.grows and start == exact
+            plan = self._plan(req, key, fusion, start, node, grows=grows)
             if not state(req).is_asked_only and self._is_tried(plan, fusion):
-                plan = self._plan(req, key, replace(fusion, always=True), start, gaps)
+                plan = self._plan(req, key, replace(fusion, always=True), start, node)
         except Exception:  # nothing is taken yet, and the scheduler must not die of a plan
             logger.exception("chunk cache: no plan, the prompt is computed")
             plan = ReusePlan((), (Fallback.PLAN_FAILED,))
@@ -112,8 +111,7 @@ class Planner:
         node, start = result.last_device_node, compat.num_matched(result)
 
         def plan(coming: Coming) -> ReusePlan:
-            gaps = self._exact_gaps(key, spans, start, node, coming)
-            return self._plan(req, key, fusion, start, gaps, coming)
+            return self._plan(req, key, fusion, start, node, coming, grows=spans.grows)
 
         return seconds_saved(plan(coming), instead_of=plan(NOTHING))
 
@@ -123,40 +121,22 @@ class Planner:
         for index in [piece.span for piece in leading if piece.span is not None][:1]:
             self.growing[-1].add((node.id, spans.spans[index].chunk))
 
-    def _exact_gaps(
-        self,
-        key: ChunkKey,
-        spans: RequestSpans,
-        start: int,
-        node: TreeNode,
-        coming: Coming = NOTHING,
-    ) -> frozenset[int]:
-        """What the exact chain grows by from `start`, the node's end, if it does not already."""
-        candidates = partial(self._candidates, key, coming)
-        gaps = exact_gaps(
-            spans.spans,
-            start=start,
-            limit=len(key),
-            promoted_len=spans.promoted_len,
-            num_chunks=spans.exact_gaps,
-            can_move=lambda chunk: bool(candidates(chunk, spans.namespace)),
-        )
-        growth = (node.id, spans.spans[min(gaps)].chunk) if gaps else None
-        return frozenset() if any(growth in each for each in self.growing) else gaps
-
     def _plan(
         self,
         req: Req,
         key: ChunkKey,
         fusion: FusionRequest,
         start: int,
-        exact: Collection[int],
+        node: TreeNode,
         coming: Coming = NOTHING,
+        *,
+        grows: bool = False,
     ) -> ReusePlan:
-        """The plan of what follows the cached prefix `[0, start)`."""
+        """The plan of what follows the cached prefix `[0, start)`, which ends with the node."""
         spans = state(req).spans
         assert spans is not None
-        return make_plan(
+        make = partial(
+            make_plan,
             spans.spans,
             start=start,
             limit=len(key),
@@ -164,11 +144,29 @@ class Planner:
             fusion=fusion,
             limits=self._limits,
             heads=text_before(spans.namespace, spans.spans, req.origin_input_ids),
-            exact=exact,
             num_tokens=len(req.origin_input_ids),
             costs=self._fusion_pass.pricing.costs,
             may_be_cheaper=state(req).fused is None,
         )
+        if not grows:
+            return make()
+        gaps = partial(self._exact_gaps, key, spans, start, node, coming)
+        return grown(lambda exact: make(exact=exact), gaps)
+
+    def _exact_gaps(
+        self, key: ChunkKey, spans: RequestSpans, start: int, node: TreeNode, coming: Coming
+    ) -> frozenset[int]:
+        """What the exact chain may grow by from `start`, the node's end, if it does not already."""
+        candidates = partial(self._candidates, key, coming)
+        gaps = exact_gaps(
+            spans.spans,
+            start=start,
+            limit=len(key),
+            promoted_len=spans.promoted_len,
+            can_move=lambda chunk: bool(candidates(chunk, spans.namespace)),
+        )
+        growth = (node.id, spans.spans[min(gaps)].chunk) if gaps else None
+        return frozenset() if any(growth in each for each in self.growing) else gaps
 
     def _candidates(
         self,

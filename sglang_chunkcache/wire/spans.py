@@ -46,9 +46,9 @@ class RequestSpans(Record, frozen=True):
     as reuse."""
     is_audit: bool = False
     """Checks an earlier answer: it matches what is exact, and leaves nothing in the tree."""
-    exact_gaps: Annotated[int, Meta(ge=0)] = 0
-    """Promoted chunks after the exact prefix that are computed although they could be moved,
-    at most (radix_ext/exact_growth.py)."""
+    grows: bool = False
+    """A promoted chunk after the exact prefix may be computed although it could be moved
+    (radix_ext/exact_growth.py)."""
 
     @property
     def area_len(self) -> int:

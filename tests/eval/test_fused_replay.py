@@ -15,11 +15,12 @@ import pytest
 
 from eval.replay.eviction_queue import EvictionPolicy
 from eval.replay.exact import ReplaySettings
-from eval.replay.fused import EvenAttention, FusedReplay
+from eval.replay.fused import EvenAttention, FusedReplay, Timing
 from eval.replay.fused_cell import KNOBS, add_options
 from eval.run import read_record
 from radix_ext import Chunk, ChunkId, OrderPolicy, Tier
 from sglang_chunkcache import ChunkCacheConfig
+from tests.kit.costs import GROWING
 from tests.kit.integrity import check_store, check_tree, of_chains
 
 ROOT = Path(__file__).parents[2]
@@ -32,14 +33,15 @@ def make_replay(
     eviction: EvictionPolicy = "lru",
     capacity_tokens: int | None = None,
     host: int = 0,
+    timing: Timing | None = None,
     **knobs: object,
 ) -> FusedReplay:
     settings = ReplaySettings(
         order, "seen", eviction, "all", "shown", None, capacity_tokens, 1000, 2, 64, host
     )
-    least: dict[str, Any] = {"max_pass_tokens": 1000, "exact_gaps": 0}
+    least: dict[str, Any] = {"max_pass_tokens": 1000}
     config = ChunkCacheConfig(**{**least, **knobs})
-    return FusedReplay(settings, config, prefill_budget=10, **SIZES)
+    return FusedReplay(settings, config, prefill_budget=10, timing=timing, **SIZES)
 
 
 def request(names: str, num_tokens: int = 10) -> list[Chunk]:
@@ -77,12 +79,19 @@ def test_another_head_is_a_source_and_no_prefix() -> None:
     assert [copy.facts.head for copy in copies] == ["y"]
 
 
-def test_chunks_cached_nowhere_come_before_what_is_moved() -> None:
-    replay = make_replay(exact_gaps=1, order="tree")
+@pytest.mark.parametrize(
+    ("timing", "told", "exact"),
+    [(None, (10, 10, 20), 0), (Timing(GROWING, 32, 1000), (20, 0, 10), 20)],
+)
+def test_chunk_that_is_first_is_computed_where_that_costs_little(
+    timing: Timing | None, told: tuple[int, int, int], exact: int
+) -> None:
+    """D, which is cached nowhere, comes after B, which may be moved."""
+    replay = make_replay(order="tree", timing=timing)
     replay.step(request("ABC"))
     count = replay.step(request("BCD"))
-    assert (count.computed, count.behind, count.from_device) == (20, 0, 10)
-    assert replay.step(request("BD")).exact == 20
+    assert (count.computed, count.behind, count.from_device) == told
+    assert replay.step(request("BD")).exact == exact
 
 
 def test_half_of_the_requests_fused_are_counted_apart() -> None:
@@ -91,7 +100,7 @@ def test_half_of_the_requests_fused_are_counted_apart() -> None:
     replay = FusedReplay(settings, config, prefill_budget=100, share=0.5, **SIZES)
     counts = [replay.step(request(names)) for names in ("ABC", "BC", "BC", "BC")]
     told = [(each.opted_tokens, each.opted_exact, each.opted_computed) for each in counts]
-    assert told == [(0, 0, 0), (20, 0, 10), (0, 0, 0), (20, 20, 0)]
+    assert told == [(0, 0, 0), (20, 0, 0), (0, 0, 0), (20, 20, 0)]
 
 
 def test_later_turns_have_their_history_and_move_the_rest() -> None:
@@ -159,7 +168,8 @@ def test_later_turns_stay_out_of_host_memory() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_limits_hold_on_any_trace(seed: int, host: int) -> None:
     rng = random.Random(seed)
-    limits = {"store_chunks": 100} if host else {"store_chunks": 6, "store_variants": 2}
+    room = {"store_chunks": 100} if host else {"store_chunks": 6, "store_variants": 2}
+    limits: dict[str, Any] = {**room}
     replay = make_replay(order="tree", eviction="reused", capacity_tokens=150, host=host, **limits)
     for _ in range(400):
         names = "".join(
@@ -212,9 +222,8 @@ def test_command_runs_on_python_alone(tmp_path: Path) -> None:
     results = read_record(tmp_path / "run")["results"]
     for entry in results["fused"]:
         assert sum(share["value"] for share in entry["fates"].values()) == pytest.approx(1)
-        assert entry["fates"]["exact"]["value"] == pytest.approx(
-            entry["exact_without"]["value"], abs=0.02
-        )
+        assert entry["fates"]["exact"]["value"] <= entry["exact_without"]["value"] + 0.02
+        assert entry["fates"]["relocated"]["value"] > 0
         store = entry["store"]
         variants = {int(num): held for num, held in entry["variants"].items()}
         assert sum(chunks for chunks, _ in variants.values()) == store["num_chunks"]

@@ -14,15 +14,17 @@ pytest.importorskip("sglang")
 
 from eval.replay import fused
 from eval.replay.exact import ReplaySettings
-from eval.replay.fused import EvenAttention, FusedReplay
+from eval.replay.fused import EvenAttention, FusedReplay, Timing
 from eval.replay.fused_count import FusedCount
 from radix_ext import Chunk, ChunkId, FusionRequest, OrderPolicy, chunk_id
+from radix_ext.costs import Costs
 from radix_ext.fusion_request import QUESTION
 from radix_ext.moved_plan import Limits
 from radix_ext.variant_index import VariantIndex
 from sglang_chunkcache.config import ChunkCacheConfig
 from sglang_chunkcache.scheduler.node import ChunkIdentity, HostNode
 from sglang_chunkcache.wire.report import Answer, Report
+from tests.kit.costs import GROWING
 from tests.kit.integrity import of_chains
 from tests.reference.fused_scheduler import FusedScheduler
 from tests.reference.memory_host import MemoryHost
@@ -77,6 +79,7 @@ class Pair:
         capacity: int | None = None,
         host: int = 0,
         share: float = 1.0,
+        costs: Costs | None = None,
         **knobs: Any,
     ) -> None:
         self.config = ChunkCacheConfig(
@@ -93,6 +96,7 @@ class Pair:
         budget = 64 if capacity is None else MAX_PROMPT
         sizes: dict[str, Any] = {"store_bytes": STORE_BYTES, "chunk_tokens": 1, "share": share}
         sizes["kv_bytes"] = MemoryHost.token_bytes if host else BYTES
+        sizes["timing"] = costs and Timing(costs, limits.num_layers, MAX_PROMPT)
         self.replay = WatchedReplay(settings, self.config, prefill_budget=budget, **sizes)
         self.server = FusedScheduler(
             capacity or 5000,
@@ -102,8 +106,7 @@ class Pair:
             store_bytes=STORE_BYTES,
             host_slots=host,
         )
-        self.is_small = capacity is not None
-        self.exact_gaps = self.config.exact_gaps if order == "tree" else 0
+        self.is_small, self.costs = capacity is not None, costs
         self.recent: list[list[ChunkId]] = []
         self.fallbacks: Counter[str] = Counter()
 
@@ -126,10 +129,12 @@ class Pair:
         recipe = QUESTION * self.replay._fusion.asks_the_question + prompt.recipe
         opted: Any = {}
         if prompt.is_fused:
-            opted = {"fusion": replace(fusion, recipe=recipe), "exact_gaps": self.exact_gaps}
+            grows = self.replay._grows
+            opted = {"fusion": replace(fusion, recipe=recipe), "grows": grows}
         params = marked(spans, promoted_len=promoted_len, keep=keep, **opted)
         number = 10_000 + self.replay.num_requests
         req = FakeReq([*ids, number] if self.is_small else [*ids, number, 7], params)
+        self.server.fuser.pricing.costs = self.costs
         matched = self.server.serve(req, answer=[] if self.is_small else [50])
         write_back = self.server.cache.tiers.host.write_back
         while self.server.num_pending or write_back.num_waiting:
@@ -230,8 +235,7 @@ TIGHT = Limits(max_pass_tokens=9, max_gap_tokens=4, question_window=0)  # a repl
     ("order", "limits", "knobs"),
     [
         ("tree", ROOMY, {"selector": "query"}),
-        ("tree", ROOMY, {"selector": "query", "exact_gaps": 2, "store_threshold": 1}),
-        ("tree", ROOMY, {"selector": "query", "exact_gaps": 0}),
+        ("tree", ROOMY, {"selector": "query", "store_threshold": 1, "costs": GROWING}),
         ("retriever", TIGHT, {"selector": "query", "recompute_ratio": 0.5, **STORE_4_2}),
         # fused nodes are found again
         ("tree", ROOMY, {"selector": "none", "store_threshold": 1}),
@@ -271,7 +275,7 @@ def test_replay_equals_the_server(
     ("order", "host", "share", "knobs"),
     [
         ("tree", 120, 0.5, {"selector": "query"}),
-        ("tree", 90, 1.0, {"selector": "critical", "exact_gaps": 2}),
+        ("tree", 90, 1.0, {"selector": "critical", "costs": GROWING}),
         ("retriever", 120, 0.5, {"selector": "query", "store_threshold": 1}),
         ("tree", 90, 0.7, {"selector": "none", "store_chunks": 10, "store_variants": 2}),
         # what is scored is captured although its chain is kept

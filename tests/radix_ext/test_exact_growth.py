@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from radix_ext import AccessTable, Chunk, ChunkId, ExactGrowth, Span
-from radix_ext.exact_growth import exact_gaps
+from radix_ext import AccessTable, Chunk, ChunkId, Span
+from radix_ext.exact_growth import exact_gaps, growing_tail, grown
+from radix_ext.moved_plan import Estimate, Piece, ReusePlan
 
 
 def table_of(*requests: str) -> AccessTable:
@@ -17,24 +18,20 @@ def table_of(*requests: str) -> AccessTable:
     return table
 
 
-def tail(names: str, table: AccessTable, num_chunks: int, threshold: int = 2) -> str:
+def tail(names: str, table: AccessTable, threshold: int = 2) -> str:
     chunks = [Chunk(ChunkId(name), 4) for name in names]
-    return "".join(chunk.id for chunk in ExactGrowth(num_chunks, threshold).tail(chunks, table))
+    return "".join(chunk.id for chunk in growing_tail(chunks, table, threshold))
 
 
-@pytest.mark.parametrize(
-    ("num_chunks", "expected"), [(0, "xyabc"), (1, "axybc"), (2, "abxyc"), (9, "abcxy")]
-)
-def test_tail_has_what_grows_then_what_is_new_then_what_is_moved(
-    num_chunks: int, expected: str
-) -> None:
-    """Each part in retriever order. With no bound it is the tail of an exact request."""
-    assert tail("xabyc", table_of("abc", "c"), num_chunks) == expected
+def test_tail_has_what_grows_then_what_is_new_then_what_is_moved() -> None:
+    """Each part in retriever order."""
+    assert tail("xabyc", table_of("abc", "c")) == "axybc"
+    assert tail("xyz", table_of("abc")) == "xyz"
 
 
 def test_tail_grows_by_promoted_chunks() -> None:
     """At threshold 3 this access is the second of a and b and the third of c."""
-    assert tail("abxc", table_of("abc", "c"), 1, threshold=3) == "cxab"
+    assert tail("abxc", table_of("abc", "c"), threshold=3) == "cxab"
 
 
 def gaps(
@@ -44,7 +41,6 @@ def gaps(
     start: int = 0,
     limit: int = 1000,
     promoted_len: int = 9,
-    num_chunks: int = 1,
 ) -> list[int]:
     """Of a prompt of two-token chunks; a dot is a token of text."""
     spans, position = list[Span](), 0
@@ -57,7 +53,6 @@ def gaps(
         start=start,
         limit=limit,
         promoted_len=promoted_len,
-        num_chunks=num_chunks,
         can_move=lambda chunk: chunk in movable,
     )
     return sorted(found)
@@ -66,15 +61,40 @@ def gaps(
 @pytest.mark.parametrize(
     ("movable", "arguments", "expected"),
     [
-        *(("abcd", {"num_chunks": num}, [*range(min(num, 4))]) for num in (0, 1, 2, 9)),
+        ("abcd", {}, [0]),
         ("ad", {}, [0, 1, 2]),  # b and c must be computed anyway; d would be a second one
         ("cd", {"promoted_len": 3}, [0, 1, 2]),
-        ("abcd", {"promoted_len": 1, "num_chunks": 3}, [0]),  # only promoted chains grow
+        ("abcd", {"promoted_len": 0}, []),  # only promoted chains grow
         ("bcd", {"promoted_len": 0}, [0]),
-        ("abcd", {"start": 2, "num_chunks": 2}, [1, 2]),  # the first chunk is cached
+        ("abcd", {"start": 2}, [1]),  # the first chunk is cached
         ("", {"limit": 7}, [0, 1, 2]),  # the last one is not whole
-        ("abcd", {"layout": "ab.cd", "num_chunks": 4}, [0, 1]),  # behind text nobody finds it
+        ("cd", {"layout": "ab.cd"}, [0, 1]),  # behind text nobody finds it
     ],
 )
 def test_chains_grow_by(movable: str, arguments: dict[str, Any], expected: list[int]) -> None:
     assert gaps(movable, **arguments) == expected
+
+
+def planned(seconds: float, *, moves: bool = True, of: float = 10.0) -> ReusePlan:
+    pieces = (Piece(0, 1, 0, None),) if moves else ()
+    return ReusePlan(pieces, estimate=Estimate(seconds, of))
+
+
+@pytest.mark.parametrize(
+    ("moved", "other", "is_other"),
+    [
+        (planned(5.0), planned(5.4), True),
+        (planned(5.0), planned(5.6), False),
+        (planned(5.0), planned(4.0), True),  # it is taken off what a call takes
+        (planned(9.5), planned(9.9, moves=False), True),  # all is computed, in 10
+        (planned(5.0), planned(9.9, moves=False), False),
+        (planned(9.9, moves=False), planned(9.0), False),  # nothing ends the chain
+        (ReusePlan((Piece(0, 1, 0, None),)), planned(1.0), False),  # nobody knows what it costs
+    ],
+)
+def test_chain_grows_where_that_costs_little(
+    moved: ReusePlan, other: ReusePlan, is_other: bool
+) -> None:
+    plans = {frozenset[int](): moved, frozenset([1]): other}
+    assert grown(plans.__getitem__, lambda: frozenset([1])) is (other if is_other else moved)
+    assert grown(plans.__getitem__, frozenset[int]) is moved

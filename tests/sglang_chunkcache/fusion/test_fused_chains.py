@@ -28,7 +28,7 @@ class Served:
     """A front whose ranks are real trees on counted pools; the model is a stand-in."""
 
     def __init__(self, *, num_ranks: int = 1, **knobs: Any) -> None:
-        knobs = {"selector": "deviation", "routing": "kv_aware", "exact_gaps": 0, **knobs}
+        knobs = {"selector": "deviation", "routing": "kv_aware", **knobs}
         self.bench = Bench(reuse="fused", num_ranks=num_ranks, **knobs)
         self.ranks = [FusedScheduler(400, self.bench.config) for _ in range(num_ranks)]
         self.num_asked = 0

@@ -19,6 +19,7 @@ from sglang_chunkcache.wire.report import Fallback
 from tests import models
 from tests.kit import releases
 from tests.kit.cache_integrity import nodes_of
+from tests.kit.costs import GROWING
 from tests.kit.fused import report
 from tests.kit.requests import rag
 from tests.kit.tensors import all_kv, spoil
@@ -139,7 +140,8 @@ def sharing(make: Make) -> tuple[ModelScheduler, list[FakeReq]]:
     scheduler = make()
     for chunk in (A, B, C, D):
         scheduler.serve(rag(chunk))
-    wish: dict[str, Any] = {"fusion": FUSION, "promoted_len": 2, "exact_gaps": 1}
+    scheduler.fuser.pricing.costs = GROWING
+    wish: dict[str, Any] = {"fusion": FUSION, "promoted_len": 2, "grows": True}
     return scheduler, [rag(*chunks, **wish) for chunks in BATCH]
 
 
@@ -231,7 +233,8 @@ def test_exact_request_on_an_exact_gap_has_an_ordinary_prefills_kv(
     scheduler = make()
     scheduler.serve(rag(A, B, C), answer=[1])
     fusion = FusionRequest("first", ratio, "r")
-    moving = rag(B, C, A, fusion=fusion, promoted_len=3, exact_gaps=1)
+    moving = rag(B, C, A, fusion=fusion, promoted_len=3, grows=True)
+    scheduler.fuser.pricing.costs = GROWING
     scheduler.serve(moving, answer=[1])
     assert scheduler.serve(rag(B, D), answer=[1]) == len(HEAD) + len(B)
     scheduler.check()

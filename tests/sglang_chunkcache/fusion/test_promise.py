@@ -20,6 +20,7 @@ from sglang_chunkcache.wire.report import Fallback
 from sglang_chunkcache.wire.state import Asked, Cleared
 from tests.kit import releases
 from tests.kit.cache_integrity import check_integrity
+from tests.kit.costs import GROWING
 from tests.kit.fused import Rank, report, sources, wheres
 from tests.kit.requests import HEAD, OTHER_HEAD, QUESTION, A, B, C, D, E, ahead, asks, fused, rag
 from tests.reference.scheduler import FakeReq, answer_of
@@ -51,7 +52,8 @@ def test_gap_in_front_of_the_first_moved_chunk_is_exact() -> None:
 
 def test_promoted_chunk_is_computed_exactly_for_those_who_follow() -> None:
     """B could be moved as well as C; computed after the exact prefix it is found by everybody."""
-    rank, wish = Rank(rag(A, B, C), capacity=100), {"exact_gaps": 1, "promoted_len": 2}
+    rank, wish = Rank(rag(A, B, C), capacity=100), {"grows": True, "promoted_len": 2}
+    rank.fuser.pricing.costs = GROWING
     assert wheres(rank.ask(fused(B, C, **wish))) == ["gap", "device"]
     assert rank.node(HEAD, B) is not None
     assert rank.node(HEAD, B, C, recipe="r") is not None
@@ -61,12 +63,13 @@ def test_promoted_chunk_is_computed_exactly_for_those_who_follow() -> None:
 
 
 @pytest.mark.parametrize(
-    ("promoted_len", "exact_gaps", "is_found"), [(0, 1, False), (2, 0, False), (2, 1, True)]
+    ("promoted_len", "grows", "is_found"), [(0, True, False), (2, False, False), (2, True, True)]
 )
-def test_chain_does_not_grow_otherwise(promoted_len: int, exact_gaps: int, is_found: bool) -> None:
+def test_chain_does_not_grow_otherwise(promoted_len: int, grows: bool, is_found: bool) -> None:
     """It is not promoted, nobody asks for it, or the prompt goes on in fused KV that was found."""
     rank = Rank(rag(A, B, C), *[fused(B)] * is_found, capacity=100)
-    rank.ask(fused(B, C, promoted_len=promoted_len, exact_gaps=exact_gaps))
+    rank.fuser.pricing.costs = GROWING
+    rank.ask(fused(B, C, promoted_len=promoted_len, grows=grows))
     assert rank.node(HEAD, B) is None
     assert rank.node(HEAD, B, C, recipe="r") is not None
 

@@ -26,6 +26,7 @@ from sglang_chunkcache.scheduler.node import facts, state
 from sglang_chunkcache.scheduler.reporting import rank_state
 from tests.examples import examples
 from tests.kit import releases
+from tests.kit.costs import GROWING
 from tests.reference.chains import chain_of
 from tests.reference.fused_scheduler import ROOMY, FusedScheduler
 from tests.reference.scheduler import FakeReq, answer_of, config, marked, walk
@@ -53,7 +54,7 @@ SHAPES = st.fixed_dictionaries(
         "salt": st.integers(0, 9).map(lambda x: "salt" if x == 9 else None),
         "promoted_len": st.integers(0, 3),
         "keep": st.frozensets(st.integers(0, 4), max_size=3),
-        "exact_gaps": st.sampled_from([0, 0, 1, 2]),
+        "grows": st.booleans(),
     }
 )
 SERVERS = st.fixed_dictionaries(
@@ -64,6 +65,7 @@ SERVERS = st.fixed_dictionaries(
         "is_chunked": st.sampled_from([True, True, False]),
         "host_slots": st.sampled_from([0, 20, 200]),
         "one_copy": st.sampled_from(["off", "on"]),
+        "costs": st.sampled_from([None, GROWING]),
     }
 )
 
@@ -123,10 +125,12 @@ class FuserMachine(RuleBasedStateMachine):
             window_requests=4,
             one_copy=server.pop("one_copy"),
         )
+        costs = server.pop("costs")
         self.scheduler = FusedScheduler(config=knobs, store_bytes=store_bytes, **server)
+        self.scheduler.fuser.pricing.costs = costs
         if server["host_slots"]:  # a load is worth it for more tokens than that
-            costs = {Phase.LOAD: Line(fixed=load_s), Phase.EXTEND: Line(each=1.0)}
-            self.scheduler.cache.tiers.host.pricing.agreed = costs
+            loads = {Phase.LOAD: Line(fixed=load_s), Phase.EXTEND: Line(each=1.0)}
+            self.scheduler.cache.tiers.host.pricing.agreed = loads
         self.live: list[Live] = []
 
     # A request's life

@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from tests.kit.costs import GROWING
 from tests.kit.fused import Rank, report
 from tests.kit.requests import HEAD, QUESTION, fused
 from tests.reference.scheduler import FakeReq
@@ -20,13 +21,15 @@ def requests() -> list[FakeReq]:
     """Two chunks are the same in each, five others are not; the second one is promoted."""
     picked = random.Random(9)
     return [
-        fused(*POPULAR, *picked.sample(OTHERS, 5), promoted_len=2, exact_gaps=1) for _ in range(12)
+        fused(*POPULAR, *picked.sample(OTHERS, 5), promoted_len=2, grows=True) for _ in range(12)
     ]
 
 
 def rank() -> Rank:
     """Each chunk was served alone."""
-    return Rank(*[fused(chunk) for chunk in CHUNKS], capacity=2000, prefill_budget=1000)
+    served = Rank(*[fused(chunk) for chunk in CHUNKS], capacity=2000, prefill_budget=1000)
+    served.fuser.pricing.costs = GROWING
+    return served
 
 
 def fates(reqs: list[FakeReq]) -> tuple[int, int, int]:
@@ -42,6 +45,7 @@ def test_twelve_at_once_compute_what_they_do_one_after_the_other() -> None:
     alone, together = requests(), requests()
     first = rank()
     for req in alone:
+        first.fuser.pricing.costs = GROWING  # which every eighth prefill is fitted anew
         first.ask(req)
     second = rank()
     second.together(*together)
