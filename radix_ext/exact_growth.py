@@ -18,9 +18,9 @@ from radix_ext.chunk import Chunk, ChunkId, Span, leading_area
 from radix_ext.moved_plan import ReusePlan, seconds_saved
 
 MAX_COST = 0.1
-"""Of the time to the first token, for the sake of those who follow. Growing whatever it costs
-computes half as much again where computing is slow, and growing never finds half as much exactly
-where a pass takes long whatever it computes (README)."""
+"""Of the time to the first token, for the sake of those who follow. Growing at any price computes a
+quarter more where computing is slow; never growing finds half as much exactly where a pass takes
+long whatever it computes (README)."""
 
 
 def growing_tail(chunks: Sequence[Chunk], table: AccessTable, threshold: int) -> list[Chunk]:
@@ -49,8 +49,8 @@ def grown(
         gaps: what the chain may grow by.
     """
     moved = plan(frozenset())
-    # Where nothing is moved nothing ends the chain; without an estimate nobody knows what it costs.
-    if not moved.pieces or moved.estimate is None or not (exact := gaps()):
+    # Without an estimate nobody knows what it costs.
+    if moved.estimate is None or not (exact := gaps()):
         return moved
     other = plan(exact)
     cost = seconds_saved(moved, instead_of=other) or 0.0

@@ -6,9 +6,9 @@ a KV pool that not all of them fit into, against an ample one?
     alone, at once   twelve requests of twelve chunks, two of which all have in common
     ample, tight     32 requests at once; the tight pool has room for 28 with their answers
 
-Every chunk was served alone before; the tree is emptied between rounds. Always moved, `query`, 15%,
-the server's own exact gaps. Computed are tokens of prompts that are computed or recomputed; a ratio
-of times is that of medians. The model is random: only counts and times are meaningful.
+Every chunk was served alone before; the tree is emptied between rounds. Always moved, `query`, 15%.
+Computed are tokens of prompts that are computed or recomputed; a ratio of times is that of medians.
+The model is random: only counts and times are meaningful.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def planned(seconds: float, *, moves: bool = True, of: float = 10.0) -> ReusePla
         (planned(5.0), planned(4.0), True),  # it is taken off what a call takes
         (planned(9.5), planned(9.9, moves=False), True),  # all is computed, in 10
         (planned(5.0), planned(9.9, moves=False), False),
-        (planned(9.9, moves=False), planned(9.0), False),  # nothing ends the chain
+        (planned(9.9, moves=False), planned(9.0), True),  # the gap is too long without
         (ReusePlan((Piece(0, 1, 0, None),)), planned(1.0), False),  # nobody knows what it costs
     ],
 )
