@@ -262,7 +262,7 @@ def test_all_of_ragpulse_fused(tmp_path: Path) -> None:
     shares = {fate: round(share["value"], 4) for fate, share in entry["fates"].items()}
     assert shares.pop("dropped") == 0
     assert [*shares.items()] == [
-        *(("exact", 0.4555), ("relocated", 0.2564)),
-        *(("recomputed", 0.0455), ("computed", 0.2426)),
+        *(("exact", 0.1127), ("relocated", 0.6618)),
+        *(("recomputed", 0.1171), ("computed", 0.1084)),
     ]
     assert round(entry["exact_without"]["value"], 4) == 0.5074
