@@ -18,19 +18,19 @@ from radix_ext.chunk import Chunk, ChunkId, Span, leading_area
 from radix_ext.moved_plan import ReusePlan, seconds_saved
 
 MAX_COST = 0.1
-"""Of the time to the first token, for the sake of those who follow. Growing at any price computes a
-quarter more where computing is slow; never growing finds half as much exactly where a pass takes
-long whatever it computes (README)."""
+"""Of the time to the first token, for the sake of those who follow. Growing at any price costs more
+than it brings where each token is dear, never growing where a pass takes long whatever it computes
+(README)."""
 
 
-def growing_tail(chunks: Sequence[Chunk], table: AccessTable, threshold: int) -> list[Chunk]:
+def growing_tail(chunks: Sequence[Chunk], table: AccessTable, threshold: float) -> list[Chunk]:
     """The order after the cached chain: the chunk to grow by, those without an access, the others.
 
     Args:
         chunks: in retriever order, which each part keeps.
         table: before it counts this request.
         threshold: accesses within the window, this request's included, from which a chunk is
-            promoted (CRAFT 4.2).
+            promoted (CRAFT 4.2); infinite: it grows by none that could be moved.
     """
     # One more for this request, which is counted once its order is decided.
     promoted = [chunk for chunk in chunks if table.count(chunk.id) + 1 >= threshold]
@@ -53,6 +53,8 @@ def grown(
     if moved.estimate is None or not (exact := gaps()):
         return moved
     other = plan(exact)
+    if not (moved.pieces or other.pieces):
+        return moved  # it says why
     cost = seconds_saved(moved, instead_of=other) or 0.0
     return other if cost <= MAX_COST * moved.estimate.planned else moved
 

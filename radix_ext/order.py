@@ -6,8 +6,8 @@ retriever   as the retriever ranked them
 frequency   descending count in the access table, ties by rank (CRAFT 4.2)
 tree        the deepest cached chain made of this request's chunks only, then the rest: chunks that
             the window has seen first, by rank among them and among the others; of a fused request
-            only those that its exact chain grows by come before what the window has not seen
-            (exact_growth.py)
+            only the one that its exact chain may grow by comes before what the window has not
+            seen (exact_growth.py)
 ```
 The search for the deepest chain goes level by level and looks into at most `max_visits` nodes.
 Where that is enough it is exact. On larger trees each level keeps the nodes with most hits, and
@@ -76,7 +76,7 @@ def order_chunks(
     rank: int | None,
     max_visits: int,
     recipe: str | None = None,
-    grows_from: int | None = None,
+    grows_from: float | None = None,
     host_worth: float = 1.0,
 ) -> Ordering:
     """Order one request's chunks, given in retriever order, for `rank` (None: any). Changes neither
@@ -86,8 +86,8 @@ def order_chunks(
         table: without this request, or all of its chunks would count as seen.
         max_visits: nodes that the search looks into, or the number of chunks where that is more.
         recipe: has made the fused chains that the request may follow. None: exact chains alone.
-        grows_from: accesses of a chunk that a fused request's exact chain may grow by; matters for
-            `tree`. None: an exact request.
+        grows_from: accesses of a chunk that a fused request's exact chain may grow by, infinite if
+            by none; matters for `tree`. None: an exact request.
         host_worth: what a token that `rank` has in host memory counts, of one on the device:
             1 - time to load / time to compute it.
     Raises:
@@ -213,7 +213,7 @@ def _most_hit(
     return [level[index] for index in sorted(kept)]
 
 
-def _tail(chunks: list[Chunk], table: AccessTable, grows_from: int | None) -> list[Chunk]:
+def _tail(chunks: list[Chunk], table: AccessTable, grows_from: float | None) -> list[Chunk]:
     if grows_from is not None:
         return growing_tail(chunks, table, grows_from)
     return sorted(chunks, key=lambda chunk: table.count(chunk.id) == 0)

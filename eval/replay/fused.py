@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import accumulate, takewhile
-from math import log
+from math import inf, log
 from operator import gt
 from typing import NamedTuple
 
@@ -167,6 +167,9 @@ class FusedReplay:
             always=config.move == "always",
         )
         self._grows = not self._fusion.plain and settings.order == "tree"
+        # without prices what can be moved is
+        always = timing is None or self._fusion.always
+        self._grows_from = inf if always else settings.threshold
         self._limits = Limits(config.max_pass_tokens or prefill_budget, config.max_gap_tokens)
         self._timing = timing
         if timing is not None:
@@ -354,7 +357,7 @@ class FusedReplay:
                 rank=_RANK,
                 max_visits=visits,
                 recipe=shared,
-                grows_from=by.threshold if is_fused and self._grows else None,
+                grows_from=self._grows_from if is_fused and self._grows else None,
             ).chunks
             return _History(chunks, tuple(chunk.id for chunk in chunks), recipe, is_fused, head)
         shown = {chunk.id for chunk in history.chunks} if self._settings.dedup == "shown" else ()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 from typing import cast
 
 from radix_ext import (
@@ -53,7 +54,10 @@ class Planner:
         fusion = draft.options.fusion
         # only chains that the tree's order aims for: other orders stay as their papers have them
         grows = fusion is not None and not fusion.plain and policy == "tree"
-        rank, ordering, is_away = self._decide(draft, namespace, policy, grows=grows)
+        grows_from = None
+        if grows and fusion is not None:  # `always` moves what it can
+            grows_from = inf if fusion.always else self._config.promotion_threshold
+        rank, ordering, is_away = self._decide(draft, namespace, policy, grows_from)
         seconds = time.perf_counter() - start
         by_id = {item.chunk.id: item for item in draft.chunks}
         ordered = (
@@ -113,7 +117,7 @@ class Planner:
         return draft, terms
 
     def _decide(
-        self, draft: Draft, namespace: str, policy: OrderPolicy, *, grows: bool
+        self, draft: Draft, namespace: str, policy: OrderPolicy, grows_from: float | None
     ) -> tuple[int, Ordering, bool]:
         """(rank, its order, whether another rank has more of the history)."""
         router, rank = self._bookkeeper.router, draft.options.rank
@@ -149,7 +153,7 @@ class Planner:
                 rank=rank,
                 max_visits=self._config.max_search_visits,
                 recipe=recipe,
-                grows_from=self._config.promotion_threshold if grows else None,
+                grows_from=grows_from,
                 host_worth=worths.get(rank, 1.0),
             )
             for rank in ranks

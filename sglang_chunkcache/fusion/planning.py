@@ -6,8 +6,9 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
@@ -135,12 +136,14 @@ class Planner:
         """The plan of what follows the cached prefix `[0, start)`, which ends with the node."""
         spans = state(req).spans
         assert spans is not None
+        # for both plans
+        candidates = cache(partial(self._candidates, key, coming, alone=fusion.plain))
         make = partial(
             make_plan,
             spans.spans,
             start=start,
             limit=len(key),
-            candidates=partial(self._candidates, key, coming, alone=fusion.plain),
+            candidates=candidates,
             fusion=fusion,
             limits=self._limits,
             heads=text_before(spans.namespace, spans.spans, req.origin_input_ids),
@@ -150,14 +153,18 @@ class Planner:
         )
         if not grows:
             return make()
-        gaps = partial(self._exact_gaps, key, spans, start, node, coming)
+        gaps = partial(self._exact_gaps, candidates, key, spans, start, node)
         return grown(lambda exact: make(exact=exact), gaps)
 
     def _exact_gaps(
-        self, key: ChunkKey, spans: RequestSpans, start: int, node: TreeNode, coming: Coming
+        self,
+        candidates: Callable[[ChunkId, str], list[Candidate]],
+        key: ChunkKey,
+        spans: RequestSpans,
+        start: int,
+        node: TreeNode,
     ) -> frozenset[int]:
         """What the exact chain may grow by from `start`, the node's end, if it does not already."""
-        candidates = partial(self._candidates, key, coming)
         gaps = exact_gaps(
             spans.spans,
             start=start,

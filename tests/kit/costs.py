@@ -10,3 +10,5 @@ GROWING: Costs = {
     Phase.RECOMPUTE: Line(fixed=1.0, each=1e-6),
 }
 """What a pass computes costs nearly nothing, so exact chains may grow."""
+EACH: Costs = {**GROWING, Phase.RECOMPUTE: Line(each=1.0)}
+"""Each token is dear, so they may not."""

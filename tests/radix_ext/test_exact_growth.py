@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ def table_of(*requests: str) -> AccessTable:
     return table
 
 
-def tail(names: str, table: AccessTable, threshold: int = 2) -> str:
+def tail(names: str, table: AccessTable, threshold: float = 2) -> str:
     chunks = [Chunk(ChunkId(name), 4) for name in names]
     return "".join(chunk.id for chunk in growing_tail(chunks, table, threshold))
 
@@ -27,6 +28,7 @@ def test_tail_has_what_grows_then_what_is_new_then_what_is_moved() -> None:
     """Each part in retriever order."""
     assert tail("xabyc", table_of("abc", "c")) == "axybc"
     assert tail("xyz", table_of("abc")) == "xyz"
+    assert tail("xabyc", table_of("abc", "c"), threshold=inf) == "xyabc"
 
 
 def test_tail_grows_by_promoted_chunks() -> None:
@@ -75,20 +77,22 @@ def test_chains_grow_by(movable: str, arguments: dict[str, Any], expected: list[
     assert gaps(movable, **arguments) == expected
 
 
-def planned(seconds: float, *, moves: bool = True, of: float = 10.0) -> ReusePlan:
-    pieces = (Piece(0, 1, 0, None),) if moves else ()
-    return ReusePlan(pieces, estimate=Estimate(seconds, of))
+def planned(seconds: float, *, moves: bool = True) -> ReusePlan:
+    """All takes ten to compute."""
+    return ReusePlan((Piece(0, 1, 0, None),) * moves, estimate=Estimate(seconds, 10.0))
 
 
 @pytest.mark.parametrize(
     ("moved", "other", "is_other"),
     [
         (planned(5.0), planned(5.4), True),
-        (planned(5.0), planned(5.6), False),
+        (planned(5.0), planned(5.52), False),
         (planned(5.0), planned(4.0), True),  # it is taken off what a call takes
         (planned(9.5), planned(9.9, moves=False), True),  # all is computed, in 10
         (planned(5.0), planned(9.9, moves=False), False),
         (planned(9.9, moves=False), planned(9.0), True),  # the gap is too long without
+        (planned(9.9, moves=False), planned(9.8, moves=False), False),  # it says why
+        (planned(9.9, moves=False), ReusePlan(()), False),
         (ReusePlan((Piece(0, 1, 0, None),)), planned(1.0), False),  # nobody knows what it costs
     ],
 )

@@ -20,7 +20,7 @@ from sglang_chunkcache.wire.report import Fallback
 from sglang_chunkcache.wire.state import Asked, Cleared
 from tests.kit import releases
 from tests.kit.cache_integrity import check_integrity
-from tests.kit.costs import GROWING
+from tests.kit.costs import EACH, GROWING
 from tests.kit.fused import Rank, report, sources, wheres
 from tests.kit.requests import HEAD, OTHER_HEAD, QUESTION, A, B, C, D, E, ahead, asks, fused, rag
 from tests.reference.scheduler import FakeReq, answer_of
@@ -62,6 +62,12 @@ def test_promoted_chunk_is_computed_exactly_for_those_who_follow() -> None:
     assert (told.relocated, told.gap) == (0, 0), "the exact request has computed C after B"
 
 
+def test_chain_does_not_grow_where_that_is_dear() -> None:
+    rank = Rank(rag(A, B, C), capacity=100)
+    rank.fuser.pricing.costs = EACH
+    assert wheres(rank.ask(fused(B, C, promoted_len=2, grows=True))) == ["device", "device"]
+
+
 @pytest.mark.parametrize(
     ("promoted_len", "grows", "is_found"), [(0, True, False), (2, False, False), (2, True, True)]
 )
@@ -69,7 +75,8 @@ def test_chain_does_not_grow_otherwise(promoted_len: int, grows: bool, is_found:
     """It is not promoted, nobody asks for it, or the prompt goes on in fused KV that was found."""
     rank = Rank(rag(A, B, C), *[fused(B)] * is_found, capacity=100)
     rank.fuser.pricing.costs = GROWING
-    rank.ask(fused(B, C, promoted_len=promoted_len, grows=grows))
+    told = rank.ask(fused(B, C, promoted_len=promoted_len, grows=grows))
+    assert wheres(told) == ["device"] * (1 if is_found else 2)
     assert rank.node(HEAD, B) is None
     assert rank.node(HEAD, B, C, recipe="r") is not None
 
