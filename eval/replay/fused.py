@@ -166,10 +166,11 @@ class FusedReplay:
             focus="spare" if config.selector == "context" else "off",
             always=config.move == "always",
         )
-        self._grows = not self._fusion.plain and settings.order == "tree"
-        # without prices what can be moved is
-        always = timing is None or self._fusion.always
-        self._grows_from = inf if always else settings.threshold
+        self._grows_from: float | None = None
+        if not self._fusion.plain and settings.order == "tree":
+            # without prices what can be moved is
+            always = timing is None or self._fusion.always
+            self._grows_from = inf if always else settings.threshold
         self._limits = Limits(config.max_pass_tokens or prefill_budget, config.max_gap_tokens)
         self._timing = timing
         if timing is not None:
@@ -357,7 +358,7 @@ class FusedReplay:
                 rank=_RANK,
                 max_visits=visits,
                 recipe=shared,
-                grows_from=self._grows_from if is_fused and self._grows else None,
+                grows_from=self._grows_from if is_fused else None,
             ).chunks
             return _History(chunks, tuple(chunk.id for chunk in chunks), recipe, is_fused, head)
         shown = {chunk.id for chunk in history.chunks} if self._settings.dedup == "shown" else ()
@@ -395,7 +396,7 @@ class FusedReplay:
             num_tokens=spans[-1].end + question_len,
             costs=self._timing and self._timing.costs,
         )
-        if not (grows and self._grows):
+        if not grows or self._grows_from is None:
             return make()
         gaps = partial(self._exact_gaps, prompt, spans, start, candidates)
         return grown(lambda exact: make(exact=exact), gaps)

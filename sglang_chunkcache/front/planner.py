@@ -53,9 +53,9 @@ class Planner:
         policy = draft.options.order or cast(OrderPolicy, self._config.order)
         fusion = draft.options.fusion
         # only chains that the tree's order aims for: other orders stay as their papers have them
-        grows = fusion is not None and not fusion.plain and policy == "tree"
         grows_from = None
-        if grows and fusion is not None:  # `always` moves what it can
+        if fusion is not None and not fusion.plain and policy == "tree":
+            # `always` moves what it can
             grows_from = inf if fusion.always else self._config.promotion_threshold
         rank, ordering, is_away = self._decide(draft, namespace, policy, grows_from)
         seconds = time.perf_counter() - start
@@ -96,7 +96,7 @@ class Planner:
             fused_from=self._fused_from(draft, area, num_exact, ordering.num_fused),
             fusion=fusion,
             order_seconds=seconds,
-            grows=grows,
+            grows=grows_from is not None,
             terms=terms,
             expected=expected,
             is_away=is_away,

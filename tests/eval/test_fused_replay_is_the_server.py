@@ -129,7 +129,7 @@ class Pair:
         recipe = QUESTION * self.replay._fusion.asks_the_question + prompt.recipe
         opted: Any = {}
         if prompt.is_fused:
-            grows = self.replay._grows
+            grows = self.replay._grows_from is not None
             opted = {"fusion": replace(fusion, recipe=recipe), "grows": grows}
         params = marked(spans, promoted_len=promoted_len, keep=keep, **opted)
         number = 10_000 + self.replay.num_requests
